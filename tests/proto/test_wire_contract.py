@@ -22,7 +22,7 @@ def test_proto_style_and_comments() -> None:
 
 
 def test_no_breaking_change_against_the_baseline() -> None:
-    result = run(BUF, "breaking", "--path", "proto/opentinker/v1", "--against", "proto/baseline.binpb")
+    result = run(BUF, "breaking", "--against", "proto/baseline.binpb")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -33,7 +33,7 @@ def test_breaking_check_sees_a_renumbered_field(tmp_path: Path) -> None:
     tensor.write_text(tensor.read_text().replace("bytes data = 1;", "bytes data = 9;"))
     against = ROOT / "proto/baseline.binpb"
     result = subprocess.run(
-        [str(BUF), "breaking", "--path", "proto/opentinker/v1", "--against", str(against)],
+        [str(BUF), "breaking", "--against", str(against)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
