@@ -1,0 +1,1 @@
+"""Continuous-batching sampler over versioned LoRA snapshots; `base.py` is the seam, `engine.py` the engine."""
