@@ -1,0 +1,121 @@
+"""Training examples, and how they are packed into one row axis without padding.
+
+Shape legend: T target tokens of one datum, K targets per token, N token rows of a pack, M target entries of a
+pack (one per token, or K per token for two-dimensional targets), D datums of a pack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from opentinker_server.training.loss_specs import LossSpec
+
+_FALLBACK = {"weights": 1.0, "mask": 1.0}
+"""Value of an optional input where a datum does not have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDatum:
+    """One validated example. Row t belongs to input position t, which predicts targets[t]."""
+
+    tokens: np.ndarray
+    """int64 [T]: what the model reads."""
+
+    targets: np.ndarray
+    """int64 [T] or [T, K]: ids whose log-probabilities are wanted."""
+
+    inputs: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further inputs of the loss by name: float32 [T], or the shape of `targets`."""
+
+    def entries(self, name: str) -> np.ndarray:
+        """Input `name` as float32 [M] over this datum's target entries, row by row.
+
+        An absent `weights` or `mask` is all ones; an absent `sequence_ratio_mask` is the mask.
+        """
+        values = self.inputs.get(name)
+        if values is None and name == "sequence_ratio_mask":
+            return self.entries("mask")
+        if values is None:
+            values = np.float32(_FALLBACK[name])
+        elif values.ndim < self.targets.ndim:
+            values = values[:, None]
+        return np.ascontiguousarray(np.broadcast_to(values, self.targets.shape), dtype=np.float32).reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Datums laid end to end on one row axis, positions restarting at each."""
+
+    segments: tuple[tuple[int, int], ...]
+    """Rows [start, end) of each datum: the blocks that attention may not leave."""
+
+    tokens_N: torch.Tensor
+    """int64 [N]."""
+
+    positions_N: torch.Tensor
+    """int64 [N], from 0 in each datum."""
+
+    rows_M: torch.Tensor
+    """int64 [M], ascending: the row of each target entry."""
+
+    targets_M: torch.Tensor
+    """int64 [M]: the token id of each target entry."""
+
+    datums_M: torch.Tensor
+    """int64 [M], ascending: index within the pack of the datum that each entry belongs to."""
+
+    entry_counts: tuple[int, ...]
+    """Number of target entries of each datum; they add up to M."""
+
+    inputs_M: dict[str, torch.Tensor]
+    """The loss's inputs by name, float32 [M]."""
+
+
+def pack_datums(data: Sequence[TrainDatum], spec: LossSpec, *, device: torch.device) -> Pack:
+    """Lays `data` end to end, in the given order, with the inputs that the loss declares."""
+    lengths = [len(datum.tokens) for datum in data]
+    starts = np.cumsum([0, *lengths])
+    entry_counts = tuple(datum.targets.size for datum in data)
+    rows = [
+        np.repeat(np.arange(start, start + length), count // length)
+        for start, length, count in zip(starts[:-1], lengths, entry_counts, strict=True)
+    ]
+    names = (spec.required | spec.optional) - {"target_tokens"}
+
+    def join(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
+
+    return Pack(
+        segments=tuple((int(start), int(end)) for start, end in pairwise(starts)),
+        tokens_N=join([datum.tokens for datum in data], torch.int64),
+        positions_N=join([np.arange(length) for length in lengths], torch.int64),
+        rows_M=join(rows, torch.int64),
+        targets_M=join([datum.targets.reshape(-1) for datum in data], torch.int64),
+        datums_M=join([np.repeat(np.arange(len(data)), entry_counts)], torch.int64),
+        entry_counts=entry_counts,
+        inputs_M={
+            name: join([datum.entries(name) for datum in data], torch.float32) for name in sorted(names)
+        },
+    )
+
+
+def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Splits datums into micro-batches of at most `max_tokens` rows; no datum is ever split.
+
+    Longest first, so that memory peaks in the first micro-batch and datums of equal length, whose attention
+    can run as one batch, meet. A datum longer than the budget gets a micro-batch of its own. Returns datum
+    indices; each occurs exactly once.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    batches: list[list[int]] = []
+    room = 0
+    for index in order:
+        if not batches or lengths[index] > room:
+            batches.append([])
+            room = max(max_tokens, lengths[index])
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
