@@ -1,1 +1,1 @@
-"""Continuous-batching sampler over versioned LoRA snapshots; `base.py` is the seam, `engine.py` the engine."""
+"""Continuous-batching sampler over versioned LoRA snapshots; `base.py` is the seam."""
