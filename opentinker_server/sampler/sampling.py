@@ -15,7 +15,7 @@ from opentinker_server.sampler.philox import uniforms
 
 MASS_TOLERANCE = 1e-6
 """Probabilities carry float32 rounding: a set whose mass is this close to top_p reaches it."""
-_SORTED_PREFIX = 256
+_SORTED_PREFIXES = (256, 4096)
 _CDF_BLOCK = 256
 
 
@@ -60,6 +60,16 @@ class RowSettings:
             uniforms_R=torch.from_numpy(uniforms_R).to(device),
         )
 
+    def take(self, index: torch.Tensor) -> "RowSettings":
+        """The rows at `index`."""
+        return RowSettings(
+            temperatures_R=self.temperatures_R[index],
+            top_ks_R=self.top_ks_R[index],
+            top_ps_R=self.top_ps_R[index],
+            processed_R=self.processed_R[index],
+            uniforms_R=self.uniforms_R[index],
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
@@ -77,30 +87,26 @@ class SampledRows:
 
 def sample(logits_RV: torch.Tensor, rows: RowSettings, *, topk: int) -> SampledRows:
     """Draws one token per row. logits_RV: float32 [R, V]; topk: entries to list per row, 0 for none."""
-    vocab_size = logits_RV.shape[1]
-    model_logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    tokens_R = logits_RV.argmax(dim=-1)
-    reported_RV = model_logprobs_RV
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     greedy_R = rows.temperatures_R == 0
-    if not bool(greedy_R.all()):
-        random = torch.nonzero(~greedy_R).squeeze(1)
-        probs_RV = _processed_probs(
-            logits_RV[random], model_logprobs_RV[random], _take(rows, random), vocab_size
-        )
-        tokens_R[random] = _inverse_cdf(probs_RV, rows.uniforms_R[random])
-        processed = torch.nonzero(rows.processed_R[random]).squeeze(1)
-        if processed.numel():
-            reported_RV = reported_RV.clone()
-            masses_R1 = probs_RV[processed].sum(dim=-1, keepdim=True)
-            reported_RV[random[processed]] = (probs_RV[processed] / masses_R1).log()
-    point = torch.nonzero(greedy_R & rows.processed_R).squeeze(1)
-    if point.numel():
-        reported_RV = reported_RV.clone()
-        reported_RV[point] = _point_mass_logprobs(model_logprobs_RV[point], tokens_R[point])
-    logprobs_R = reported_RV.gather(1, tokens_R[:, None]).squeeze(1)
+    if bool(greedy_R.all()):
+        tokens_R = logits_RV.argmax(dim=-1)
+    elif bool(greedy_R.any()):
+        tokens_R = torch.empty(len(logits_RV), dtype=torch.long, device=logits_RV.device)
+        greedy, random = torch.nonzero(greedy_R).squeeze(1), torch.nonzero(~greedy_R).squeeze(1)
+        tokens_R[greedy] = logits_RV[greedy].argmax(dim=-1)
+        tokens_R[random], probs_RV = _draw(logits_RV[random], rows.take(random))
+        logprobs_RV = _replace_processed(logprobs_RV, probs_RV, random, rows)
+    else:
+        tokens_R, probs_RV = _draw(logits_RV, rows)
+        logprobs_RV = _replace_processed(logprobs_RV, probs_RV, None, rows)
+    certain = torch.nonzero(greedy_R & rows.processed_R).squeeze(1)
+    if certain.numel():
+        logprobs_RV[certain] = _point_mass_logprobs(logprobs_RV[certain], tokens_R[certain])
+    logprobs_R = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
     if topk == 0:
         return SampledRows(tokens_R=tokens_R, logprobs_R=logprobs_R, topk_ids_RK=None, topk_logprobs_RK=None)
-    topk_ids_RK, topk_logprobs_RK = top_logprobs(reported_RV, topk)
+    topk_ids_RK, topk_logprobs_RK = top_logprobs(logprobs_RV, topk)
     return SampledRows(
         tokens_R=tokens_R, logprobs_R=logprobs_R, topk_ids_RK=topk_ids_RK, topk_logprobs_RK=topk_logprobs_RK
     )
@@ -112,21 +118,11 @@ def top_logprobs(logprobs_RV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch
     k = min(k, vocab_size)
     if k == 0:
         return logprobs_RV.new_empty(num_rows, 0, dtype=torch.long), logprobs_RV.new_empty(num_rows, 0)
-    logprobs_RV = torch.nan_to_num(logprobs_RV, nan=float("-inf"))
+    logprobs_RV = logprobs_RV.masked_fill(logprobs_RV.isnan(), float("-inf"))
     keep_RV = _exactly_top(logprobs_RV, torch.full((num_rows,), k, device=logprobs_RV.device))
     ids_RK = torch.nonzero(keep_RV)[:, 1].view(num_rows, k)
     values_RK, order_RK = logprobs_RV.gather(1, ids_RK).sort(dim=1, descending=True, stable=True)
     return ids_RK.gather(1, order_RK), values_RK
-
-
-def _take(rows: RowSettings, index: torch.Tensor) -> RowSettings:
-    return RowSettings(
-        temperatures_R=rows.temperatures_R[index],
-        top_ks_R=rows.top_ks_R[index],
-        top_ps_R=rows.top_ps_R[index],
-        processed_R=rows.processed_R[index],
-        uniforms_R=rows.uniforms_R[index],
-    )
 
 
 def _point_mass_logprobs(logprobs_RV: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
@@ -136,22 +132,33 @@ def _point_mass_logprobs(logprobs_RV: torch.Tensor, tokens_R: torch.Tensor) -> t
     return out_RV.scatter_(1, tokens_R[:, None], chosen_R1 - chosen_R1)
 
 
-def _processed_probs(
-    logits_RV: torch.Tensor, model_logprobs_RV: torch.Tensor, rows: RowSettings, vocab_size: int
-) -> torch.Tensor:
-    """float32 [R, V], not normalised after filtering: 0 outside the support. Temperatures are above 0."""
-    if bool((rows.temperatures_R == 1).all()):
-        probs_RV = model_logprobs_RV.exp()
-    else:
-        # The maximum is subtracted first: a tiny temperature must not overflow logits / temperature.
-        shifted_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
-        probs_RV = torch.softmax(shifted_RV / rows.temperatures_R[:, None], dim=-1)
-    filtered = torch.nonzero((rows.top_ks_R < vocab_size) | (rows.top_ps_R < 1)).squeeze(1)
+def _draw(logits_RV: torch.Tensor, rows: RowSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (int64 [R]) and what they were drawn from: float32 [R, V], 0 outside the support, mass <= 1.
+
+    Temperatures are above 0.
+    """
+    # The maximum is subtracted first: a tiny temperature must not overflow logits / temperature.
+    shifted_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
+    probs_RV = torch.softmax(shifted_RV.div_(rows.temperatures_R[:, None]), dim=-1)
+    filtered = torch.nonzero((rows.top_ks_R < logits_RV.shape[1]) | (rows.top_ps_R < 1)).squeeze(1)
     if filtered.numel():
         subset_RV = probs_RV[filtered]
-        kept_R = _support_sizes(subset_RV, rows.top_ks_R[filtered], rows.top_ps_R[filtered])
-        probs_RV[filtered] = subset_RV.masked_fill(~_exactly_top(subset_RV, kept_R), 0.0)
-    return probs_RV
+        sizes_R = _support_sizes(subset_RV, rows.top_ks_R[filtered], rows.top_ps_R[filtered])
+        probs_RV[filtered] = subset_RV.masked_fill_(~_exactly_top(subset_RV, sizes_R), 0.0)
+    return _inverse_cdf(probs_RV, rows.uniforms_R), probs_RV
+
+
+def _replace_processed(
+    logprobs_RV: torch.Tensor, probs_QV: torch.Tensor, index_Q: torch.Tensor | None, rows: RowSettings
+) -> torch.Tensor:
+    """Writes ln of the normalised probs_QV over those of rows index_Q (None: all) that report them."""
+    processed_Q = rows.processed_R if index_Q is None else rows.processed_R[index_Q]
+    chosen = torch.nonzero(processed_Q).squeeze(1)
+    if chosen.numel():
+        probs_CV = probs_QV[chosen]
+        target = chosen if index_Q is None else index_Q[chosen]
+        logprobs_RV[target] = (probs_CV / probs_CV.sum(dim=-1, keepdim=True)).log_()
+    return logprobs_RV
 
 
 def _support_sizes(probs_RV: torch.Tensor, top_ks_R: torch.Tensor, top_ps_R: torch.Tensor) -> torch.Tensor:
@@ -164,17 +171,20 @@ def _support_sizes(probs_RV: torch.Tensor, top_ks_R: torch.Tensor, top_ps_R: tor
 
 
 def _nucleus_sizes(probs_RV: torch.Tensor, top_ks_R: torch.Tensor, top_ps_R: torch.Tensor) -> torch.Tensor:
-    """Sorts a prefix of the vocabulary only, and the whole of it for rows whose prefix falls short."""
+    """Sorts a prefix of the vocabulary only, and longer ones for rows whose prefix falls short."""
     vocab_size = probs_RV.shape[1]
-    prefix = min(vocab_size, _SORTED_PREFIX)
-    sorted_RP = probs_RV.topk(prefix, dim=1).values.to(torch.float64)
-    reached_R = sorted_RP.sum(dim=1) >= top_ps_R - MASS_TOLERANCE
-    short_R = torch.where(top_ks_R == vocab_size, ~reached_R, top_ks_R > prefix)
-    sizes_R = _sizes_from_sorted(sorted_RP, top_ks_R, top_ps_R, vocab_size)
-    short = torch.nonzero(short_R).squeeze(1)
-    if short.numel():
-        sorted_RV = probs_RV[short].sort(dim=1, descending=True).values.to(torch.float64)
-        sizes_R[short] = _sizes_from_sorted(sorted_RV, top_ks_R[short], top_ps_R[short], vocab_size)
+    sizes_R = torch.empty_like(top_ks_R)
+    open_R = torch.arange(len(sizes_R), device=sizes_R.device)
+    for prefix in (*(p for p in _SORTED_PREFIXES if p < vocab_size), vocab_size):
+        subset_RV, ks_R, ps_R = probs_RV[open_R], top_ks_R[open_R], top_ps_R[open_R]
+        sorted_RP = subset_RV.topk(prefix, dim=1).values.to(torch.float64)
+        sizes_R[open_R] = _sizes_from_sorted(sorted_RP, ks_R, ps_R, vocab_size)
+        reached_R = sorted_RP.sum(dim=1) >= ps_R - MASS_TOLERANCE
+        # With top-k the mass to reach is known only once all of the k are.
+        short_R = torch.where(ks_R == vocab_size, ~reached_R, ks_R > prefix)
+        open_R = open_R[short_R]
+        if not open_R.numel():
+            break
     return sizes_R
 
 
