@@ -1,127 +1,138 @@
-"""Attention over one packed row axis, chosen per call.
+"""Attention over one packed row axis, called by every attention module of a transformers model.
 
-transformers' own attention modules project, normalise and rotate; then they call the function registered here, which
-hands queries, keys and values to whatever `Attention` the caller of the base model passed: packed segments in
-training, a cache in sampling.
-
-Shape legend: N token rows, H query heads, G key/value heads, D head width.
+Legend: N token rows, S segments of one length, L their length, H query heads, G key/value heads,
+D head dimension.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-
-IMPLEMENTATION = "opentinker"
+from torch import Tensor
 
 
 class Attention(Protocol):
-    """Where the rows of a pass look."""
+    """Says which rows see which; owned by the caller of `BaseModel.hidden_states`, one per call."""
 
     def attend(
         self,
         layer_idx: int,
-        query_NHD: torch.Tensor,
-        key_NGD: torch.Tensor,
-        value_NGD: torch.Tensor,
+        query_NHD: Tensor,
+        key_NGD: Tensor,
+        value_NGD: Tensor,
         *,
         scaling: float,
         sliding_window: int | None,
         softcap: float | None,
-    ) -> torch.Tensor:
-        """Attention output [N, H, D] of one layer, in the dtype of the query.
-
-        `sliding_window` w lets position p see positions p - w + 1 to p; `softcap` c bounds scores by c * tanh(s / c).
-        """
+    ) -> Tensor:
+        """out_NHD, dtype of the query. H is a multiple of G; a window of w shows row i the rows (i - w, i]."""
         ...
 
 
-def _forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    attention: Attention = kwargs["opentinker_attention"]
-    out_NHD = attention.attend(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-    )
-    return out_NHD.unsqueeze(0), None
-
-
-def register() -> None:
-    """Make the implementation known to transformers; repeating it changes nothing."""
-    AttentionInterface.register(IMPLEMENTATION, _forward)
-
-
-def causal_attention(
-    query_BHTD: torch.Tensor,
-    key_BGTD: torch.Tensor,
-    value_BGTD: torch.Tensor,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Causal attention of equally long sequences [B, H, T, D], differentiable."""
-    num_rows = query_BHTD.shape[2]
-    groups = query_BHTD.shape[1] // key_BGTD.shape[1]
-    key = key_BGTD.repeat_interleave(groups, dim=1) if groups > 1 else key_BGTD
-    value = value_BGTD.repeat_interleave(groups, dim=1) if groups > 1 else value_BGTD
-    windowed = sliding_window is not None and num_rows > sliding_window
-    if not windowed and softcap is None:
-        return F.scaled_dot_product_attention(query_BHTD, key, value, is_causal=True, scale=scaling)
-    position = torch.arange(num_rows, device=query_BHTD.device)
-    distance = position[:, None] - position[None, :]
-    visible = distance >= 0
-    if windowed:
-        visible &= distance < sliding_window
-    if softcap is None:
-        return F.scaled_dot_product_attention(query_BHTD, key, value, attn_mask=visible, scale=scaling)
-    scores = query_BHTD @ key.transpose(-1, -2) * scaling
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_BHTD.dtype) @ value
-
-
 class PackedCausalAttention:
-    """Causal attention inside each segment of the pack and nowhere else.
+    """Block-diagonal causal attention: each row sees itself and the earlier rows of its own segment.
 
-    `segments`: (start, end) row ranges that tile the rows of the pass in order. Segments of one length are computed
-    together.
+    Differentiable. Segments of one length run as one batch.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, int]]):
-        end = 0
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for index, (start, stop) in enumerate(segments):
-            if start != end or stop <= start:
-                raise ValueError(
-                    f"segment {index} is ({start}, {stop}); segments must tile the rows, in order"
-                )
-            end = stop
-            by_length[stop - start].append(index)
-        self.segments = list(segments)
-        self.num_rows = end
-        self._by_length = dict(by_length)
+    def __init__(self, segments: Sequence[tuple[int, int]]) -> None:
+        """segments: (first row, row after the last), not overlapping; rows in none get zeros.
 
-    def attend(self, layer_idx, query_NHD, key_NGD, value_NGD, *, scaling, sliding_window, softcap):
-        """See `Attention.attend`."""
-        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-        if query_NHD.shape[0] != self.num_rows:
-            raise ValueError(f"{query_NHD.shape[0]} rows for segments over {self.num_rows}")
-        lengths = [end - start for start, end in self.segments]
-        parts = [tensor.split(lengths) for tensor in (query_NHD, key_NGD, value_NGD)]
-        outputs: list[torch.Tensor | None] = [None] * len(lengths)
-        for indices in self._by_length.values():
-            query, key, value = (torch.stack([part[i] for i in indices]).transpose(1, 2) for part in parts)
-            out_BTHD = causal_attention(query, key, value, **options).transpose(1, 2)
-            for place, index in enumerate(indices):
-                outputs[index] = out_BTHD[place]
-        return torch.cat([out for out in outputs if out is not None])
+        Raises ValueError for an empty, negative or overlapping segment.
+        """
+        self._segments = sorted(segments)
+        end_before = 0
+        for start, end in self._segments:
+            if start < end_before or end <= start:
+                raise ValueError(f"Segment ({start}, {end}) is empty or overlaps the one before it.")
+            end_before = end
+        self._by_length: dict[int, list[int]] = {}
+        for index, (start, end) in enumerate(self._segments):
+            self._by_length.setdefault(end - start, []).append(index)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def attend(
+        self,
+        layer_idx: int,
+        query_NHD: Tensor,
+        key_NGD: Tensor,
+        value_NGD: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """out_NHD, dtype of the query."""
+        outs: list[Tensor | None] = [None] * len(self._segments)
+        for length, indices in self._by_length.items():
+            window = sliding_window if sliding_window is not None and sliding_window < length else None
+            mask_LL = None if window is None else self._window_mask(length, window, query_NHD.device)
+            out_SLHD = _causal(
+                self._stack(query_NHD, indices),
+                self._stack(key_NGD, indices),
+                self._stack(value_NGD, indices),
+                mask_LL,
+                scaling=scaling,
+                softcap=softcap,
+            )
+            for index, out_LHD in zip(indices, out_SLHD.unbind(), strict=True):
+                outs[index] = out_LHD
+        return self._unpack(outs, like=query_NHD, head_dim=value_NGD.shape[-1])
+
+    def _stack(self, rows_NHD: Tensor, indices: list[int]) -> Tensor:
+        """[S, H, L, D]."""
+        parts = [rows_NHD[slice(*self._segments[index])] for index in indices]
+        stacked_SLHD = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+        return stacked_SLHD.transpose(1, 2)
+
+    def _window_mask(self, length: int, window: int, device: torch.device) -> Tensor:
+        if (length, window) not in self._masks:
+            distance_LL = _distance(length, device)
+            self._masks[length, window] = (distance_LL >= 0) & (distance_LL < window)
+        return self._masks[length, window]
+
+    def _unpack(self, outs: list[Tensor | None], *, like: Tensor, head_dim: int) -> Tensor:
+        pieces = []
+        row = 0
+        for (start, end), out_LHD in zip(self._segments, outs, strict=True):
+            assert out_LHD is not None
+            if start > row:
+                pieces.append(like.new_zeros(start - row, like.shape[1], head_dim))
+            pieces.append(out_LHD)
+            row = end
+        if row < like.shape[0]:
+            pieces.append(like.new_zeros(like.shape[0] - row, like.shape[1], head_dim))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _distance(length: int, device: torch.device) -> Tensor:
+    """int64 [L, L]: query row minus key row."""
+    rows_L = torch.arange(length, device=device)
+    return rows_L[:, None] - rows_L
+
+
+def _causal(
+    query_SHLD: Tensor,
+    key_SGLD: Tensor,
+    value_SGLD: Tensor,
+    mask_LL: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """out [S, L, H, D]; the mask, where given, includes causality."""
+    shared = query_SHLD.shape[1] // key_SGLD.shape[1]
+    key_SHLD = key_SGLD.repeat_interleave(shared, dim=1) if shared > 1 else key_SGLD
+    value_SHLD = value_SGLD.repeat_interleave(shared, dim=1) if shared > 1 else value_SGLD
+    if softcap is None:
+        out_SHLD = F.scaled_dot_product_attention(
+            query_SHLD, key_SHLD, value_SHLD, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scaling
+        )
+        return out_SHLD.transpose(1, 2)
+    scores_SHLL = torch.tanh(query_SHLD @ key_SHLD.transpose(-1, -2) * (scaling / softcap)) * softcap
+    if mask_LL is None:
+        mask_LL = _distance(query_SHLD.shape[2], query_SHLD.device) >= 0
+    scores_SHLL = scores_SHLL.masked_fill(~mask_LL, float("-inf"))
+    weights_SHLL = scores_SHLL.softmax(dim=-1, dtype=torch.float32).to(query_SHLD.dtype)
+    return (weights_SHLL @ value_SHLD).transpose(1, 2)

@@ -1,180 +1,259 @@
-"""The frozen base model that trainer and sampler share.
+"""A frozen base model that runs packed token rows with any mix of LoRA adapters.
 
-The modules are transformers' own, so every architecture it knows with the common attention interface runs. Two things
-are replaced: where attention looks (`attention.py`) and the linear layers that adapters may change (`lora.py`). There
-is no batch axis and no padding: all tokens of a pass lie on one row axis.
-
-Shape legend: N token rows, M rows that reach the head, D hidden width, V vocabulary.
+Legend: N token rows, M rows that need logits, D hidden size, V vocabulary, H query heads, G key/value heads.
 """
 
-from __future__ import annotations
-
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from opentinker_server.models import attention as packed_attention
-from opentinker_server.models.attention import Attention
-from opentinker_server.models.lora import LoraContext, LoraLinear, LoraRows
+from opentinker_server.models.attention import Attention, PackedCausalAttention
+from opentinker_server.models.lora import ForwardContext, LoraLinear, LoraRows
+from opentinker_server.models.registry import ModelSource
 
-if TYPE_CHECKING:
-    from opentinker_server.models.registry import ModelSource
+ATTENTION_NAME = "opentinker"
+"""Name of our attention among transformers' implementations; it needs no mask, so transformers makes none."""
 
-HEAD = "lm_head"
-TARGETS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
-    "unembed": (HEAD,),
-}
-"""Kind of layer -> last part of the module names that it covers."""
+ATTN_MODULES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+MLP_MODULES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+HEAD_MODULE = "lm_head"
+
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_PROBE_TOKENS = 4
+_PROBE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What others need to know of a base model without holding it."""
+    """What callers may know of a base model."""
 
     name: str
-    """Registry name."""
     arch: str
-    """Hugging Face model type."""
+    """transformers' model type: "llama", "qwen3", "gemma3_text", ..."""
     vocab_size: int
     max_context_length: int
-    """Tokens."""
+    """Tokens, prompt and answer together."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end a generation by default."""
     num_layers: int
     hidden_size: int
     head_dim: int
     num_attention_heads: int
     num_kv_heads: int
     tied_head: bool
-    """Whether the head shares the input embeddings' tensor."""
+    """The head's weight is the input embedding."""
     accepts_images: bool
     tokenizer_directory: Path
     adaptable: tuple[str, ...]
-    """Kinds of layers that adapters can change: of "attn", "mlp", "unembed"."""
+    """Which of "attn", "mlp", "unembed" have linear layers that LoRA can adapt. Experts fused into 3-D
+    parameters (Mixtral in transformers 5) are not among them."""
 
 
 class BaseModel:
-    """One frozen base model. Used from one thread at a time."""
+    """A causal language model, frozen, in eval mode. One thread uses it."""
 
     def __init__(
-        self, module: nn.Module, *, name: str, tokenizer_directory: Path, eos_token_ids: tuple[int, ...]
-    ):
-        self.module = module.eval().requires_grad_(False)
-        self._context = LoraContext()
-        self.lora_shapes: dict[str, tuple[int, int]] = {}
-        """Module name -> (in, out) of every adaptable linear layer."""
-        self._replace_linears()
-        config = module.config
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        heads = config.num_attention_heads
-        self.info = ModelInfo(
-            name=name,
-            arch=config.model_type,
-            vocab_size=config.vocab_size,
-            max_context_length=config.max_position_embeddings,
-            eos_token_ids=eos_token_ids,
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            num_attention_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            tied_head=self.head.weight.data_ptr() == module.get_input_embeddings().weight.data_ptr(),
-            accepts_images=False,
-            tokenizer_directory=tokenizer_directory,
-            adaptable=tuple(
-                kind for kind in TARGETS if any(self._kind(name) == kind for name in self.lora_shapes)
-            ),
-        )
+        self, module: nn.Module, *, info: ModelInfo, config: PreTrainedConfig, context: ForwardContext
+    ) -> None:
+        """Made by `load`; `module` has its adaptable linears replaced already."""
+        self.module = module
+        self.info = info
+        self.config = config
+        self.dtype: torch.dtype = module.dtype
+        self.device: torch.device = module.device
+        self.lora_shapes: dict[str, tuple[int, int]] = {
+            name: (linear.base.in_features, linear.base.out_features) for name, linear in _lora_linears(module).items()
+        }
+        """Module name -> (input features, output features) of each linear that LoRA can adapt."""
+        self._context = context
+        self._softcap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
 
     @classmethod
-    def load(
-        cls, source: ModelSource, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> BaseModel:
-        """Load a Hugging Face directory or hub id, frozen and in evaluation mode."""
-        packed_attention.register()
+    def load(cls, source: ModelSource, *, dtype: torch.dtype, device: torch.device | str) -> "BaseModel":
+        """Reads the weights (safetensors only).
+
+        Raises ValueError for an architecture whose answers would depend on a row's neighbours or whose head
+        does more than a linear layer and a softcap.
+        """
+        AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+        config = AutoConfig.from_pretrained(source.directory)
+        _refuse_batch_dependent_rope(config)
         module = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=dtype, attn_implementation=packed_attention.IMPLEMENTATION
+            source.directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
         )
-        eos = module.generation_config.eos_token_id if module.generation_config else None
-        eos = module.config.eos_token_id if eos is None else eos
-        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-        return cls(
-            module.to(device),
-            name=source.name,
-            tokenizer_directory=Path(source.location),
-            eos_token_ids=eos_ids,
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the base weights."""
-        return self.module.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the base weights lie."""
-        return self.module.device
-
-    @property
-    def head(self) -> LoraLinear:
-        """The output head."""
-        return self.module.get_submodule(HEAD)
+        module = module.to(device).eval().requires_grad_(False)
+        context = ForwardContext()
+        tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
+        _install(module, context)
+        info = _describe(module, config, source=source, tied_head=tied)
+        base = cls(module, info=info, config=config, context=context)
+        base._check_against_stock_forward()
+        return base
 
     def hidden_states(
-        self,
-        tokens_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        *,
-        attention: Attention,
-        lora: LoraRows | None,
-    ) -> torch.Tensor:
-        """Hidden states [N, D] after the final norm.
+        self, tokens_N: Tensor, positions_N: Tensor, *, attention: Attention, lora: LoraRows | None
+    ) -> Tensor:
+        """hidden_ND after the final norm, dtype of the model.
 
-        tokens_N, positions_N: int64 [N]. The result depends on the arguments only.
+        tokens_N, positions_N: int64 [N], one packed row axis of any number of sequences; `attention` keeps
+        them apart. Differentiable in the adapters' factors.
         """
-        self._context.rows = lora
-        try:
-            output = self.module.model(
-                input_ids=tokens_N.unsqueeze(0),
-                position_ids=positions_N.unsqueeze(0),
-                use_cache=False,
-                opentinker_attention=attention,
+        with self._active(attention=attention, lora=lora, num_rows=tokens_N.shape[0]):
+            output = self.module.base_model(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
+            num_attended = len(self._context.attention_layers)
+        if num_attended != self.info.num_layers:
+            raise ValueError(
+                f"{self.info.arch} has {self.info.num_layers} layers, of which {num_attended} use the "
+                "attention interface; packed rows would see one another in the others."
             )
-        finally:
-            self._context.rows = None
         return output.last_hidden_state[0]
 
-    def logits(self, hidden_MD: torch.Tensor, *, lora: LoraRows | None) -> torch.Tensor:
-        """Logits [M, V] in the dtype of the base; the rows of `lora` are those of `hidden_MD`."""
-        self._context.rows = lora
-        try:
-            logits_MV = self.head(hidden_MD)
-        finally:
-            self._context.rows = None
+    def logits(self, hidden_MD: Tensor, *, lora: LoraRows | None) -> Tensor:
+        """logits_MV in the model's dtype; `lora` refers to the M rows."""
+        with self._active(attention=None, lora=lora, num_rows=hidden_MD.shape[0]):
+            logits_MV = self.module.get_output_embeddings()(hidden_MD)
         if self._softcap is not None:
             logits_MV = torch.tanh(logits_MV / self._softcap) * self._softcap
         return logits_MV
 
-    @staticmethod
-    def _kind(module_name: str) -> str | None:
-        last = module_name.rpartition(".")[2]
-        return next((kind for kind, names in TARGETS.items() if last in names), None)
+    @contextmanager
+    def _active(self, *, attention: Attention | None, lora: LoraRows | None, num_rows: int) -> Iterator[None]:
+        context = self._context
+        assert context.num_rows == 0, "a model runs one call at a time"
+        context.attention, context.lora, context.num_rows = attention, lora, num_rows
+        try:
+            yield
+        finally:
+            context.attention, context.lora, context.num_rows = None, None, 0
+            context.attention_layers.clear()
 
-    def modules_of(self, kinds: tuple[str, ...]) -> list[str]:
-        """Names of the adaptable layers of the given kinds, in model order."""
-        return [name for name in self.lora_shapes if self._kind(name) in kinds]
+    @torch.no_grad()
+    def _check_against_stock_forward(self) -> None:
+        """Refuses an architecture that does to the logits what `logits` does not know of."""
+        tokens_N = torch.arange(_PROBE_TOKENS, device=self.device) % self.info.vocab_size
+        positions_N = torch.arange(_PROBE_TOKENS, device=self.device)
+        attention = PackedCausalAttention([(0, _PROBE_TOKENS)])
+        ours_NV = self.logits(self.hidden_states(tokens_N, positions_N, attention=attention, lora=None), lora=None)
+        with self._active(attention=attention, lora=None, num_rows=_PROBE_TOKENS):
+            stock = self.module(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
+        if not torch.allclose(ours_NV, stock.logits[0], atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE):
+            raise ValueError(f"The head of {self.info.arch} is not a linear layer with an optional softcap.")
 
-    def _replace_linears(self) -> None:
-        linears = [(name, m) for name, m in self.module.named_modules() if isinstance(m, nn.Linear)]
-        for name, linear in linears:
-            if self._kind(name) is None:
-                continue
-            parent_name, _, last = name.rpartition(".")
-            setattr(self.module.get_submodule(parent_name), last, LoraLinear(linear, name, self._context))
-            self.lora_shapes[name] = (linear.in_features, linear.out_features)
+
+def _attention_forward(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1GND: Tensor,
+    value_1GND: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; hands the rows to the active Attention. Returns [1, N, H, D]."""
+    context: ForwardContext = module.opentinker_context
+    assert context.attention is not None, "attention is called inside BaseModel.hidden_states only"
+    if attention_mask is not None or s_aux is not None or dropout:
+        raise ValueError("Attention masks, sinks and dropout are not supported on packed rows.")
+    context.attention_layers.append(module.layer_idx)
+    out_NHD = context.attention.attend(
+        module.layer_idx,
+        query_1HND[0].transpose(0, 1),
+        key_1GND[0].transpose(0, 1),
+        value_1GND[0].transpose(0, 1),
+        scaling=scaling if scaling is not None else query_1HND.shape[-1] ** -0.5,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    return out_NHD[None], None
+
+
+def adaptable_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Module name -> linear layer that sees every packed row: attention, MLP (not routed experts), head."""
+    head = module.get_output_embeddings()
+    found = {}
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Linear):
+            continue
+        last = name.rsplit(".", 1)[-1]
+        routed = re.search(r"\bexperts\b", name) is not None
+        if child is head or (last in ATTN_MODULES | MLP_MODULES and not routed):
+            found[name] = child
+    return found
+
+
+def module_kind(name: str) -> str:
+    """ "attn", "mlp" or "unembed" for the name of an adaptable module."""
+    last = name.rsplit(".", 1)[-1]
+    if last in ATTN_MODULES:
+        return "attn"
+    return "mlp" if last in MLP_MODULES else "unembed"
+
+
+def _install(module: nn.Module, context: ForwardContext) -> None:
+    for name, linear in adaptable_linears(module).items():
+        parent_name, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(parent_name), attribute, LoraLinear(linear, name=name, context=context))
+    for child in module.modules():
+        if hasattr(child, "layer_idx"):
+            child.opentinker_context = context
+
+
+def _lora_linears(module: nn.Module) -> dict[str, LoraLinear]:
+    return {name: child for name, child in module.named_modules() if isinstance(child, LoraLinear)}
+
+
+def _describe(module: nn.Module, config: PreTrainedConfig, *, source: ModelSource, tied_head: bool) -> ModelInfo:
+    text = config.get_text_config()
+    kinds = {module_kind(name) for name in _lora_linears(module)}
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelInfo(
+        name=source.name,
+        arch=config.model_type,
+        vocab_size=text.vocab_size,
+        max_context_length=text.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(module, text),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        head_dim=head_dim,
+        num_attention_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        tied_head=tied_head,
+        accepts_images=hasattr(config, "vision_config"),
+        tokenizer_directory=source.directory,
+        adaptable=tuple(kind for kind in ("attn", "mlp", "unembed") if kind in kinds),
+    )
+
+
+def _eos_token_ids(module: nn.Module, config: PreTrainedConfig) -> tuple[int, ...]:
+    generation = getattr(module, "generation_config", None)
+    ids = []
+    for value in (getattr(generation, "eos_token_id", None), config.eos_token_id):
+        if value is not None:
+            ids += list(value) if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(ids))
+
+
+def _refuse_batch_dependent_rope(config: PreTrainedConfig) -> None:
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {parameters.get("rope_type")} | {
+        value.get("rope_type") for value in parameters.values() if isinstance(value, dict)
+    }
+    for kind in kinds & _BATCH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"Rotary embedding {kind!r} depends on the longest sequence of a batch, so an answer would "
+            "depend on its company; not supported."
+        )

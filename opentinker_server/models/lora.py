@@ -1,140 +1,137 @@
-"""Linear layers whose rows may each use another adapter.
+"""LoRA on packed token rows: which adapter each row uses, and the linear layer that applies it.
 
-The base projection runs once over all rows; each group of rows then adds its own adapter's scale * B(A x). Rows in no
-group keep the base output. Gradients reach the factors of the adapters that took part, nothing else.
-
-Adapter factors are float32 masters; they are cast to the dtype of the base where they meet it, so a float32 base is
-computed in float32 throughout and a bfloat16 base in bfloat16, with gradients arriving in float32.
-
-Shape legend: N rows, K input width, O output width, R rank.
+Legend: N token rows, I input features, O output features, R rank.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-RowSet = slice | torch.Tensor
-"""Rows of the packed axis: a slice with bounds, or int64 indices."""
+from opentinker_server.models.attention import Attention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoraWeights:
-    """Factors of one adapter."""
+    """One adapter: `y += scale * (x A^T) B^T` for each module it adapts. Compared by identity."""
 
     scale: float
-    """What the product of the factors is multiplied with."""
+    factors: dict[str, tuple[Tensor, Tensor]]
+    """Module name of the base model -> (A [R, I], B [O, R]); a module that is absent is not adapted."""
 
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Module name -> (A [r, in], B [out, r]); a module that is absent is not adapted."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> "LoraWeights":
+        """Copy of the factors where device or dtype differ; shares the tensors where they do not."""
+        factors = {
+            name: (a_RI.to(device, dtype), b_OR.to(device, dtype)) for name, (a_RI, b_OR) in self.factors.items()
+        }
+        return LoraWeights(scale=self.scale, factors=factors)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoraRows:
-    """Which rows of a pass use which adapter."""
+    """Which adapter each row of the packed axis uses; rows in no group get the base model's output."""
 
-    groups: tuple[tuple[RowSet, LoraWeights], ...]
+    groups: tuple[tuple[slice | Tensor, LoraWeights], ...]
+    """Disjoint row sets: all slices, in row order, or all int64 index tensors."""
 
     @classmethod
-    def from_segments(cls, segments: Sequence[tuple[int, int, LoraWeights | None]]) -> LoraRows:
-        """Row ranges [start, end); None means the base model. Neighbours of one adapter are joined."""
+    def from_segments(cls, segments: Iterable[tuple[int, int, LoraWeights | None]]) -> "LoraRows":
+        """segments: (first row, row after the last, adapter or None for the base), not overlapping."""
         groups: list[tuple[slice, LoraWeights]] = []
-        for start, end, weights in segments:
-            if weights is None or end <= start:
+        for start, end, weights in sorted(segments, key=lambda segment: segment[:2]):
+            if groups and start < groups[-1][0].stop:
+                raise ValueError(f"Segment ({start}, {end}) overlaps the one before it.")
+            if weights is None or start == end:
                 continue
             if groups and groups[-1][1] is weights and groups[-1][0].stop == start:
-                groups[-1] = (slice(groups[-1][0].start, end), weights)
-            else:
-                groups.append((slice(start, end), weights))
-        return cls(tuple(groups))
+                start = groups.pop()[0].start
+            groups.append((slice(start, end), weights))
+        return cls(groups=tuple(groups))
 
     @classmethod
-    def from_row_slots(cls, slots: Sequence[int], adapters: Sequence[LoraWeights]) -> LoraRows:
-        """`slots[n]` is the index into `adapters` of row n, or -1 for the base model."""
-        by_slot: dict[int, list[int]] = {}
-        for row, slot in enumerate(slots):
-            if slot >= 0:
-                by_slot.setdefault(slot, []).append(row)
-        groups: list[tuple[RowSet, LoraWeights]] = []
-        for slot, rows in by_slot.items():
-            contiguous = rows[-1] - rows[0] + 1 == len(rows)
-            row_set = slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows)
-            groups.append((row_set, adapters[slot]))
-        return cls(tuple(groups))
+    def from_row_slots(cls, slots_N: Tensor, weights: Sequence[LoraWeights]) -> "LoraRows":
+        """slots_N: int64 [N], the index in `weights` of each row's adapter; -1 for the base."""
+        groups = []
+        for slot, slot_weights in enumerate(weights):
+            rows = torch.nonzero(slots_N == slot).squeeze(1)
+            if len(rows):
+                groups.append((rows, slot_weights))
+        return cls(groups=tuple(groups))
 
 
 @dataclass
-class LoraContext:
-    """The rows of the pass that is running; shared by all adapted layers of one base model."""
+class ForwardContext:
+    """What the modules of one model see during a call; owned by its BaseModel, whose thread alone sets it."""
 
-    rows: LoraRows | None = field(default=None)
+    attention: Attention | None = None
+    lora: LoraRows | None = None
+    num_rows: int = 0
+    attention_layers: list[int] = field(default_factory=list)
+    """Layers that have called the attention, in call order."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer and, for the rows of the running pass, their adapters."""
+    """A frozen linear layer whose rows may each use an adapter.
 
-    def __init__(self, base: nn.Linear, name: str, context: LoraContext):
+    Computes in the base's dtype: float32 factors on a float32 base are used as they are; on a bfloat16 base
+    input and factors are bfloat16 (the float32 masters are cast, and autograd returns float32 gradients).
+    """
+
+    def __init__(self, base: nn.Linear, *, name: str, context: ForwardContext) -> None:
+        """name: the module's name in the model, the key of `LoraWeights.factors`."""
         super().__init__()
         self.base = base
         self.name = name
-        self.context = context
+        self._context = context
 
     @property
-    def weight(self) -> torch.Tensor:
-        """The frozen weight [O, K]."""
+    def weight(self) -> nn.Parameter:
+        """[O, I], shared with the linear layer it stands for."""
         return self.base.weight
 
     @property
-    def bias(self) -> torch.Tensor | None:
-        """The frozen bias [O], where there is one."""
+    def bias(self) -> nn.Parameter | None:
+        """[O], shared likewise."""
         return self.base.bias
 
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.base.in_features
-
-    @property
-    def out_features(self) -> int:
-        """O."""
-        return self.base.out_features
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., N, K] -> [..., N, O]; leading axes have length 1."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., I], whose leading axes flatten to the call's rows. Returns [..., O]."""
         out = self.base(x)
-        rows = self.context.rows
-        if rows is None:
+        lora = self._context.lora
+        if lora is None:
             return out
-        groups = [
-            (row_set, weights.scale, *weights.factors[self.name])
-            for row_set, weights in rows.groups
-            if self.name in weights.factors
-        ]
-        if not groups:
-            return out
-        x_NK, out_NO = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
-        deltas = [
-            (row_set, (x_NK[row_set] @ a_RK.to(x.dtype).T) @ b_OR.to(x.dtype).T * scale)
-            for row_set, scale, a_RK, b_OR in groups
-        ]
-        return add_rows(out_NO, deltas).view(out.shape)
+        out_NO = out.reshape(-1, out.shape[-1])
+        assert out_NO.shape[0] == self._context.num_rows, f"{self.name} does not see the packed rows"
+        return add_lora(out_NO, x.reshape(-1, x.shape[-1]), lora, self.name).reshape(out.shape)
 
 
-def add_rows(out_NO: torch.Tensor, deltas: Sequence[tuple[RowSet, torch.Tensor]]) -> torch.Tensor:
-    """Adds each delta to its rows; differentiable, and in place when nothing needs a gradient."""
-    if not torch.is_grad_enabled():
-        for row_set, delta in deltas:
-            if isinstance(row_set, slice):
-                out_NO[row_set] += delta
-            else:
-                out_NO.index_add_(0, row_set, delta)
+def add_lora(out_NO: Tensor, x_NI: Tensor, lora: LoraRows, name: str) -> Tensor:
+    """`out_NO` plus each row's adapter for the module `name`; differentiable in x, A and B, never in place."""
+    groups = [(rows, weights) for rows, weights in lora.groups if name in weights.factors]
+    if not groups:
         return out_NO
-    if len(deltas) == 1 and isinstance(deltas[0][0], slice) and len(deltas[0][1]) == len(out_NO):
-        return out_NO + deltas[0][1]
-    for row_set, delta in deltas:
-        index = torch.arange(row_set.start, row_set.stop) if isinstance(row_set, slice) else row_set
-        out_NO = out_NO.index_add(0, index.to(out_NO.device), delta)
-    return out_NO
+    if isinstance(groups[0][0], Tensor):
+        for rows, weights in groups:
+            delta = _shrink(x_NI[rows], weights, name) @ _cast(weights.factors[name][1], x_NI).T
+            out_NO = out_NO.index_add(0, rows, delta, alpha=weights.scale)
+        return out_NO
+    pieces = []
+    row = 0
+    for rows, weights in groups:
+        b_RO = _cast(weights.factors[name][1], x_NI).T
+        if rows.start > row:
+            pieces.append(out_NO[row : rows.start])
+        pieces.append(torch.addmm(out_NO[rows], _shrink(x_NI[rows], weights, name), b_RO, alpha=weights.scale))
+        row = rows.stop
+    if row < out_NO.shape[0]:
+        pieces.append(out_NO[row:])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _shrink(x_NI: Tensor, weights: LoraWeights, name: str) -> Tensor:
+    return x_NI @ _cast(weights.factors[name][0], x_NI).T
+
+
+def _cast(factor: Tensor, x: Tensor) -> Tensor:
+    return factor.to(x.dtype)

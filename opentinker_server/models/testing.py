@@ -40,9 +40,7 @@ def write_tokenizer(
     fast.save_pretrained(directory)
 
 
-def write_byte_tokenizer(
-    directory: Path, specials: Sequence[str] = (), *, eos_token: str | None = None
-) -> None:
+def write_byte_tokenizer(directory: Path, specials: Sequence[str] = (), *, eos_token: str | None = None) -> None:
     """A byte-level tokenizer: one id a byte, 256 in all, then the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: index for index, piece in enumerate([*alphabet, *specials])}
@@ -59,9 +57,7 @@ def write_byte_tokenizer(
     fast.save_pretrained(directory)
 
 
-def _current_token_model(
-    logits_VV: torch.Tensor, *, eos_token_id: int | None, context: int
-) -> LlamaForCausalLM:
+def _current_token_model(logits_VV: torch.Tensor, *, eos_token_id: int | None, context: int) -> LlamaForCausalLM:
     """A llama whose next-token logits are row `current token` of `logits_VV`, whatever came before."""
     vocab = len(logits_VV)
     config = LlamaConfig(
