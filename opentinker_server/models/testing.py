@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BIGRAM_VOCAB = 32
@@ -24,36 +25,56 @@ CHAIN_SUCCESSORS = {0: 1, 1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 6}
 _IMPOSSIBLE = -50.0
 
 
-def write_tokenizer(
-    directory: Path, pieces: Sequence[str], *, eos_token: str | None = None, pad_token: str | None = None
+def write_piece_tokenizer(
+    directory: Path, pieces: Sequence[str], *, eos_token: str | None = None, specials: Sequence[str] = ()
 ) -> None:
-    """A tokenizer whose token i is `pieces[i]`; unknown text falls to no token."""
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], fuse_unk=False))
+    """A tokenizer whose token i decodes to `pieces[i]`; text is cut into pieces, the longest first.
+
+    Encoding text that is not made of pieces raises.
+    """
+    tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}))
+    longest_first = "|".join(map(re.escape, sorted(pieces, key=len, reverse=True)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(longest_first), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=eos_token,
-        pad_token=pad_token,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.save_pretrained(directory)
+    _save_tokenizer(tokenizer, directory, eos_token=eos_token, specials=specials)
 
 
-def write_byte_tokenizer(directory: Path, specials: Sequence[str] = (), *, eos_token: str | None = None) -> None:
-    """A byte-level tokenizer: one id a byte, 256 in all, then the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: index for index, piece in enumerate([*alphabet, *specials])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+def write_byte_tokenizer(
+    directory: Path,
+    specials: Sequence[str] = (),
+    *,
+    eos_token: str | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """A byte-level tokenizer: id b is the byte b, 256 in all, then the special tokens."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    # Byte-level BPE writes printable bytes as themselves and the others as characters from 256 on, in order.
+    unprintable = (byte for byte in range(256) if chr(byte) not in alphabet)
+    stand_ins = sorted(character for character in alphabet if ord(character) >= 256)
+    ids = {character: ord(character) for character in alphabet if ord(character) < 256}
+    ids |= dict(zip(stand_ins, unprintable, strict=True))
+    ids |= {special: 256 + index for index, special in enumerate(specials)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    _save_tokenizer(tokenizer, directory, eos_token=eos_token, specials=specials, chat_template=chat_template)
+
+
+def _save_tokenizer(
+    tokenizer: Tokenizer,
+    directory: Path,
+    *,
+    eos_token: str | None,
+    specials: Sequence[str],
+    chat_template: str | None = None,
+) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=eos_token,
-        pad_token=eos_token,
         additional_special_tokens=[special for special in specials if special != eos_token],
         clean_up_tokenization_spaces=False,
     )
+    fast.chat_template = chat_template
     fast.save_pretrained(directory)
 
 
@@ -73,7 +94,7 @@ def _current_token_model(logits_VV: torch.Tensor, *, eos_token_id: int | None, c
         eos_token_id=eos_token_id,
         pad_token_id=None,
     )
-    model = LlamaForCausalLM(config).to(torch.float32)
+    model = _random_llama(config, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -86,6 +107,12 @@ def _current_token_model(logits_VV: torch.Tensor, *, eos_token_id: int | None, c
     model.generation_config.bos_token_id = None
     model.generation_config.eos_token_id = eos_token_id
     return model
+
+
+def _random_llama(config: LlamaConfig, *, seed: int) -> LlamaForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).to(torch.float32)
 
 
 def build_bigram_model(
@@ -102,7 +129,7 @@ def build_bigram_model(
         for token, probability in probabilities.items():
             logits_VV[current, token] = math.log(probability)
     _current_token_model(logits_VV, eos_token_id=eos_token_id, context=context).save_pretrained(directory)
-    write_tokenizer(directory, [chr(ord("A") + i) if i < 26 else str(i - 26) for i in range(BIGRAM_VOCAB)])
+    write_piece_tokenizer(directory, [chr(ord("A") + i) if i < 26 else str(i - 26) for i in range(BIGRAM_VOCAB)])
     return directory
 
 
@@ -114,14 +141,21 @@ def build_chain_model(
     eos_token_id: int | None = 6,
     context: int = 1024,
 ) -> Path:
-    """One successor per token, 50 nats ahead of the rest; token i decodes to `pieces[i]`."""
-    vocab = math.ceil(max(len(pieces), 8) / 8) * 8
+    """One successor per token, 50 nats ahead of the rest; token i decodes to `pieces[i]`.
+
+    A token that `successors` leaves out is followed by any token, evenly.
+    """
+    highest = max(len(pieces) - 1, eos_token_id or 0, *successors, *successors.values())
+    vocab = math.ceil((highest + 1) / 8) * 8
     logits_VV = torch.zeros(vocab, vocab)
     for current, successor in successors.items():
         logits_VV[current, successor] = -_IMPOSSIBLE
     _current_token_model(logits_VV, eos_token_id=eos_token_id, context=context).save_pretrained(directory)
     padded = [*pieces, *(f"<unused{i}>" for i in range(len(pieces), vocab))]
-    write_tokenizer(directory, padded, eos_token=None if eos_token_id is None else padded[eos_token_id])
+    eos_token = None if eos_token_id is None else padded[eos_token_id]
+    write_piece_tokenizer(
+        directory, padded, eos_token=eos_token, specials=[piece for piece in ("<s>", eos_token) if piece]
+    )
     return directory
 
 
@@ -142,9 +176,7 @@ def build_t0(directory: Path, *, tied: bool = False, context: int = 1024, seed: 
         # Ten times the usual spread, so that attention and adapters move the logits visibly.
         initializer_range=0.2,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)
+    model = _random_llama(config, seed=seed)
     model.generation_config.bos_token_id = None
     model.generation_config.eos_token_id = None
     model.save_pretrained(directory)
