@@ -1,0 +1,1 @@
+"""How the control plane starts device workers and talks to them."""
