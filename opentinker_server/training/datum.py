@@ -96,9 +96,7 @@ def pack_datums(data: Sequence[TrainDatum], spec: LossSpec, *, device: torch.dev
         targets_M=join([datum.targets.reshape(-1) for datum in data], torch.int64),
         datums_M=join([np.repeat(np.arange(len(data)), entry_counts)], torch.int64),
         entry_counts=entry_counts,
-        inputs_M={
-            name: join([datum.entries(name) for datum in data], torch.float32) for name in sorted(names)
-        },
+        inputs_M={name: join([datum.entries(name) for datum in data], torch.float32) for name in sorted(names)},
     )
 
 

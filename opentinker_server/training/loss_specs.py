@@ -73,9 +73,7 @@ CROSS_ENTROPY = LossSpec(
     optional=frozenset({"weights", "mask"}),
     two_dimensional_targets=True,
 )
-IMPORTANCE_SAMPLING = LossSpec(
-    name="importance_sampling", formula="-r * A, never clipped", required=_POLICY_INPUTS
-)
+IMPORTANCE_SAMPLING = LossSpec(name="importance_sampling", formula="-r * A, never clipped", required=_POLICY_INPUTS)
 PPO = LossSpec(
     name="ppo",
     formula="-min(r * A, clip(r) * A)",
@@ -132,9 +130,7 @@ def resolve_config(spec: LossSpec, config: dict[str, float]) -> dict[str, float]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{spec.name}: '{name}' must be a number, not {value!r}")
         if not (math.isfinite(value) and key.minimum <= value <= key.maximum):
-            raise ValueError(
-                f"{spec.name}: '{name}' must be finite and in [{key.minimum}, {key.maximum}], not {value}"
-            )
+            raise ValueError(f"{spec.name}: '{name}' must be finite and in [{key.minimum}, {key.maximum}], not {value}")
     resolved = {name: float(config.get(name, key.default)) for name, key in spec.config.items()}
     if "clip_low_threshold" in resolved and resolved["clip_low_threshold"] > resolved["clip_high_threshold"]:
         raise ValueError(

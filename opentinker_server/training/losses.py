@@ -48,10 +48,13 @@ METRICS: dict[str, tuple[str, ...]] = {
     "kl_k3": ("mean",),
     "tokens": ("sum",),
 }
-"""Reductions reported for each observed quantity, as "<name>:<reduction>". All are over the entries that take
-part: mask not 0 and, except for dro, advantage not 0. `ratio` importance ratio of the token; `clipped` 1 where the bound
-replaced it; `kl_k1` q - p and `kl_k3` r - 1 - (p - q), estimators of KL(sampling policy, adapter); `tokens`
-1 each. A quantity without entries is left out: a mean over nothing is not zero."""
+"""Reductions reported for each observed quantity, as "<name>:<reduction>".
+
+All are over the entries that take part: mask not 0 and, except for dro, advantage not 0. `ratio` importance
+ratio of the token; `clipped` 1 where the bound replaced it; `kl_k1` q - p and `kl_k3` r - 1 - (p - q),
+estimators of KL(sampling policy, adapter); `tokens` 1 each. A quantity without entries is left out: a mean
+over nothing is not zero.
+"""
 
 
 def cross_entropy(logprobs_M: torch.Tensor, inputs: LossInputs, config: dict[str, float]) -> LossTerms:

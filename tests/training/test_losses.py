@@ -47,9 +47,7 @@ def reference(name, p, config, datums, inputs):
         q, advantage = inputs["logprobs"][t], inputs["advantages"][t]
         ratio = math.exp(p[t] - q)
         if name == "gspo":
-            members = [
-                i for i in range(len(p)) if datums[i] == datums[t] and inputs["sequence_ratio_mask"][i]
-            ]
+            members = [i for i in range(len(p)) if datums[i] == datums[t] and inputs["sequence_ratio_mask"][i]]
             ratio = math.exp(sum(p[i] - inputs["logprobs"][i] for i in members) / max(1, len(members)))
         bounded = min(max(ratio, config.get("low", 0.8)), config.get("high", 1.2))
         if name == "importance_sampling":
@@ -74,9 +72,7 @@ def reference_gradient(name, p, config, datums, inputs):
             ratio = math.exp(p[t] - q)
             gradient[t] = -min(max(ratio, config.get("low", 0.8)), config.get("high", 1.2)) * advantage
         elif name == "gspo":
-            members = [
-                i for i in range(len(p)) if datums[i] == datums[t] and inputs["sequence_ratio_mask"][i]
-            ]
+            members = [i for i in range(len(p)) if datums[i] == datums[t] and inputs["sequence_ratio_mask"][i]]
             ratio = math.exp(sum(p[i] - inputs["logprobs"][i] for i in members) / max(1, len(members)))
             low, high = config.get("low", 0.8), config.get("high", 1.2)
             outside = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
@@ -118,9 +114,7 @@ def test_value_and_gradient_equal_the_float64_formula(name: str, seed: int) -> N
     )
     loss, gradient, _ = evaluate(name, p, named, datums, **inputs)
     assert loss == pytest.approx(reference(name, p, config, datums, inputs), rel=2e-5, abs=2e-5)
-    np.testing.assert_allclose(
-        gradient, reference_gradient(name, p, config, datums, inputs), rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(gradient, reference_gradient(name, p, config, datums, inputs), rtol=1e-4, atol=1e-5)
 
 
 def dial(ratio: float, p: float = -1.5) -> float:

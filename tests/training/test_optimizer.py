@@ -88,9 +88,7 @@ PROBE = {"learning_rate": 10.0, "beta1": 0.0, "beta2": 0.0, "eps": 1e3}
 
 
 @pytest.mark.parametrize(("share", "factor"), [(0.0, 1.0), (0.25, 0.25), (1.0, 1.0), (3.0, 1.0)])
-def test_clipping_scales_by_the_share_of_the_norm_and_reports_the_unclipped_norm(
-    share: float, factor: float
-) -> None:
+def test_clipping_scales_by_the_share_of_the_norm_and_reports_the_unclipped_norm(share: float, factor: float) -> None:
     weights = [torch.zeros(shape) for shape in SHAPES]
     gradients = make(5)
     norm = float(torch.cat([g.flatten() for g in gradients]).double().norm())
@@ -124,9 +122,7 @@ def test_non_finite_gradient_is_refused_and_changes_nothing(bad: float) -> None:
 
 def test_huge_finite_gradient_is_not_mistaken_for_infinity() -> None:
     weights = [torch.zeros(3)]
-    norm = adam_step(
-        weights, [torch.full((3,), 1e25)], AdamState.fresh(weights), AdamSettings(grad_clip_norm=1.0)
-    )
+    norm = adam_step(weights, [torch.full((3,), 1e25)], AdamState.fresh(weights), AdamSettings(grad_clip_norm=1.0))
     assert norm == pytest.approx(3**0.5 * 1e25, rel=1e-6)
     torch.testing.assert_close(weights[0], torch.full((3,), -1e-4), rtol=1e-5, atol=0)
 
