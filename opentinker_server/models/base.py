@@ -82,6 +82,8 @@ class BaseModel:
         """
         AttentionInterface.register(ATTENTION_NAME, _attention_forward)
         config = AutoConfig.from_pretrained(source.directory)
+        if getattr(config.get_text_config(), "num_attention_heads", None) is None:
+            raise ValueError(f"{config.model_type} has no attention; packed rows would see one another.")
         _refuse_batch_dependent_rope(config)
         module = AutoModelForCausalLM.from_pretrained(
             source.directory,
