@@ -1,0 +1,1 @@
+"""What the tests of cases share: small datums, the optimizer that shows gradients, exported weights."""
