@@ -15,7 +15,7 @@ from opentinker_server.training.datum import TrainDatum
 from opentinker_server.training.optimizer import AdamSettings
 from opentinker_server.training.trainer import ForwardBackwardOutput, Trainer, TrainerConfig
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # more only wait for one another on models of this size
 
 LINEAR_PROBE = AdamSettings(learning_rate=1e4, beta1=0.0, beta2=0.0, eps=1e6)
 """One step changes each weight by -0.01 times its gradient, as long as that is far below 1,000,000."""
