@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from google.protobuf.message import Message
 
 from opentinker_client.wire.v1 import (
     datum_pb2,
@@ -39,7 +40,7 @@ from opentinker_server.training.optimizer import AdamSettings
 from opentinker_server.training.trainer import ForwardBackwardOutput
 from opentinker_server.workers.v1 import worker_pb2
 
-_NUMPY_DTYPES = {
+_NUMPY_DTYPES: dict[int, np.dtype] = {
     tensor_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
     tensor_pb2.DTYPE_INT64: np.dtype("<i8"),
     tensor_pb2.DTYPE_INT32: np.dtype("<i4"),
@@ -230,7 +231,7 @@ def _decode_sampling_params(
     )
 
 
-def _present(message: object, names: Iterable[str]) -> dict:
+def _present(message: Message, names: Iterable[str]) -> dict:
     """Fields that are set, by name; the dataclasses have the contract's defaults for the others."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
