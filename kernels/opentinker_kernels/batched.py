@@ -1,0 +1,233 @@
+"""The grouped low-rank delta in torch operations: the fast path of the CPU, and the differentiable path.
+
+Groups of similar height run together as one padded batched matmul, a single group as a plain matmul on a
+slice of its rows where they are neighbours. Both add straight into the output.
+
+Shape legend: N token rows, G groups of one batch, M rows of its tallest group, R largest rank of the batch,
+K input features, O output features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from opentinker_kernels.grouping import RowBatch, RowGroups
+from opentinker_kernels.weights import SlotFactors, StackedSlots
+
+Weights = Sequence[SlotFactors | None] | StackedSlots
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BatchFactors:
+    A_GRK: torch.Tensor
+    B_GRO: torch.Tensor
+    scale: float | torch.Tensor
+    """[G, 1, 1] where the slots differ, at least float32: a scale is never rounded to a 16-bit dtype."""
+
+
+def add_delta_(out_NO: torch.Tensor, x_NK: torch.Tensor, weights: Weights, groups: RowGroups) -> None:
+    """Add every row's delta to `out_NO` in place, without autograd."""
+    for batch in groups.batches:
+        factors = _batch_factors(weights, batch, dtype=x_NK.dtype, device=x_NK.device)
+        if factors is not None:
+            h_GMR = _shrink(_take(x_NK, batch), factors, batch)
+            _scatter_add_(out_NO, h_GMR, factors.B_GRO, batch)
+
+
+def add_delta_with_grad(
+    out: torch.Tensor, x: torch.Tensor, weights: Sequence[SlotFactors | None], groups: RowGroups
+) -> torch.Tensor:
+    """`add_delta_` as one autograd node: gradients to `out`, `x` and the factors of slots with rows.
+
+    out: [..., O], x: [..., K]; modifies `out` and returns it. Keeps for the backward pass `x` and the shrunk
+    rows; no intermediate of the output's size.
+    """
+    tensors = [t for slot in groups.slots if (own := weights[slot]) is not None for t in (own.A_RK, own.B_OR)]
+    return _GroupedDelta.apply(out, x, weights, groups, *tensors)
+
+
+def _batch_factors(
+    weights: Weights, batch: RowBatch, *, dtype: torch.dtype, device: torch.device
+) -> _BatchFactors | None:
+    """The batch's factors stacked in its order of slots; None where no slot of it has any."""
+    if isinstance(weights, StackedSlots):
+        return _slots_of_stack(weights, batch, dtype=dtype, device=device)
+    own_G = [weights[slot] for slot in batch.slots]
+    present = [own for own in own_G if own is not None]
+    if not present:
+        return None
+    if len(own_G) == 1:
+        return _BatchFactors(
+            A_GRK=present[0].A_RK.to(dtype)[None],
+            B_GRO=present[0].B_OR.to(dtype).t()[None],
+            scale=present[0].scale,
+        )
+    scale = _common_scale([own.scale if own is not None else None for own in own_G], dtype=dtype, device=device)
+    if len(present) == len(own_G) and len({own.A_RK.shape[0] for own in present}) == 1:
+        A_GRK = torch.stack([own.A_RK for own in present]).to(dtype)
+        B_GOR = torch.stack([own.B_OR for own in present]).to(dtype)
+        return _BatchFactors(A_GRK=A_GRK, B_GRO=B_GOR.transpose(1, 2), scale=scale)
+    max_rank = max(own.A_RK.shape[0] for own in present)
+    A_GRK = torch.zeros(len(own_G), max_rank, present[0].A_RK.shape[1], dtype=dtype, device=device)
+    B_GOR = torch.zeros(len(own_G), present[0].B_OR.shape[0], max_rank, dtype=dtype, device=device)
+    for g, own in enumerate(own_G):
+        if own is not None:
+            A_GRK[g, : own.A_RK.shape[0]] = own.A_RK
+            B_GOR[g, :, : own.A_RK.shape[0]] = own.B_OR
+    return _BatchFactors(A_GRK=A_GRK, B_GRO=B_GOR.transpose(1, 2), scale=scale)
+
+
+def _slots_of_stack(
+    stack: StackedSlots, batch: RowBatch, *, dtype: torch.dtype, device: torch.device
+) -> _BatchFactors | None:
+    rank = max(stack.ranks[slot] for slot in batch.slots)
+    if rank == 0:
+        return None
+    first, last = batch.slots[0], batch.slots[-1]
+    if batch.slots == tuple(range(first, last + 1)):
+        chosen: slice | list[int] = slice(first, last + 1)
+    else:
+        chosen = list(batch.slots)
+    return _BatchFactors(
+        A_GRK=stack.A_SRK[chosen, :rank].to(dtype),
+        B_GRO=stack.B_SRO[chosen, :rank].to(dtype),
+        scale=_common_scale(
+            [stack.scales[slot] if stack.ranks[slot] else None for slot in batch.slots], dtype=dtype, device=device
+        ),
+    )
+
+
+def _common_scale(scales: list[float | None], *, dtype: torch.dtype, device: torch.device) -> float | torch.Tensor:
+    """One number where the slots agree; None stands for a slot without factors, which agrees with any."""
+    distinct = {scale for scale in scales if scale is not None}
+    if len(distinct) == 1:
+        return distinct.pop()
+    scale_dtype = torch.promote_types(dtype, torch.float32)
+    return torch.tensor([scale or 0.0 for scale in scales], dtype=scale_dtype, device=device)[:, None, None]
+
+
+def _take(rows_NF: torch.Tensor, batch: RowBatch) -> torch.Tensor:
+    """The batch's rows as [G, M, F]; a view where they lie in order."""
+    taken = rows_NF[batch.rows] if isinstance(batch.rows, slice) else rows_NF.index_select(0, batch.rows)
+    return taken.unflatten(0, (len(batch.slots), batch.height))
+
+
+def _matmul(left_GMF: torch.Tensor, right_GFH: torch.Tensor) -> torch.Tensor:
+    if left_GMF.shape[0] == 1:
+        return (left_GMF[0] @ right_GFH[0])[None]
+    return torch.bmm(left_GMF, right_GFH)
+
+
+def _shrink(x_GMK: torch.Tensor, factors: _BatchFactors, batch: RowBatch) -> torch.Tensor:
+    """scale * x A^T [G, M, R], zero on padding: a padded row then adds nothing, forwards or backwards."""
+    return _masked_scale_(_matmul(x_GMK, factors.A_GRK.transpose(1, 2)), factors, batch)
+
+
+def _masked_scale_(h_GMR: torch.Tensor, factors: _BatchFactors, batch: RowBatch) -> torch.Tensor:
+    if batch.padding_GM is not None:
+        h_GMR.masked_fill_(batch.padding_GM[:, :, None], 0)
+    return h_GMR.mul_(factors.scale)
+
+
+def _scatter_add_(out_NF: torch.Tensor, h_GMR: torch.Tensor, right_GRF: torch.Tensor, batch: RowBatch) -> None:
+    """out[rows] += h @ right, in place; the product is not materialised where the rows lie in order."""
+    if not isinstance(batch.rows, slice):
+        out_NF.index_add_(0, batch.rows, _matmul(h_GMR, right_GRF).flatten(0, 1))
+    elif len(batch.slots) == 1:
+        out_NF[batch.rows].addmm_(h_GMR[0], right_GRF[0])
+    else:
+        out_NF[batch.rows].unflatten(0, h_GMR.shape[:2]).baddbmm_(h_GMR, right_GRF)
+
+
+class _GroupedDelta(torch.autograd.Function):
+    """out + scale * (x A^T) B^T per group. With h = scale * x A^T and the output's gradient g:
+
+    dB = g^T h,   dh = scale * g B,   dA = dh^T x,   dx = dh A,   each over the group's own rows.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: FunctionCtx,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weights: Sequence[SlotFactors | None],
+        groups: RowGroups,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        out_NO, x_NK = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
+        h_batches: list[torch.Tensor | None] = []
+        for batch in groups.batches:
+            factors = _batch_factors(weights, batch, dtype=x_NK.dtype, device=x_NK.device)
+            if factors is None:
+                h_batches.append(None)
+                continue
+            h_GMR = _shrink(_take(x_NK, batch), factors, batch)
+            _scatter_add_(out_NO, h_GMR, factors.B_GRO, batch)
+            h_batches.append(h_GMR)
+        ctx.mark_dirty(out)
+        ctx.save_for_backward(x, *tensors, *h_batches)  # type: ignore[arg-type]
+        ctx.groups = groups  # type: ignore[attr-defined]
+        ctx.scales = [None if own is None else own.scale for own in weights]  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: torch.Tensor):  # type: ignore[no-untyped-def, override]
+        groups: RowGroups = ctx.groups
+        x, *saved = ctx.saved_tensors
+        x_NK, g_NO = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        slots = [slot for slot in groups.slots if ctx.scales[slot] is not None]
+        tensors, h_batches = saved[: 2 * len(slots)], saved[2 * len(slots) :]
+        # From the saved tensors, so that autograd notices a factor changed in place since the forward pass.
+        weights: list[SlotFactors | None] = [None] * len(ctx.scales)
+        for i, slot in enumerate(slots):
+            weights[slot] = SlotFactors(A_RK=tensors[2 * i], B_OR=tensors[2 * i + 1], scale=ctx.scales[slot])
+        wanted = {
+            slot: (ctx.needs_input_grad[4 + 2 * i], ctx.needs_input_grad[5 + 2 * i]) for i, slot in enumerate(slots)
+        }
+        dx_NK = torch.zeros_like(x_NK, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
+        grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        for batch, h_GMR in zip(groups.batches, h_batches, strict=True):
+            if h_GMR is not None:
+                _batch_backward(g_NO, x_NK, dx_NK, h_GMR, weights, batch, wanted, grads)
+        factor_grads = [grad for slot in slots for grad in grads[slot]]
+        dx = dx_NK.view_as(x) if dx_NK is not None else None
+        return (g if ctx.needs_input_grad[0] else None, dx, None, None, *factor_grads)
+
+
+def _batch_backward(
+    g_NO: torch.Tensor,
+    x_NK: torch.Tensor,
+    dx_NK: torch.Tensor | None,
+    h_GMR: torch.Tensor,
+    weights: Sequence[SlotFactors | None],
+    batch: RowBatch,
+    wanted: dict[int, tuple[bool, bool]],
+    grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]],
+) -> None:
+    """One batch's share: adds into `dx_NK`, sets `grads` (A, B) of its slots."""
+    factors = _batch_factors(weights, batch, dtype=x_NK.dtype, device=x_NK.device)
+    assert factors is not None
+    g_GMO = _take(g_NO, batch)
+    any_A = any(wanted.get(slot, (False, False))[0] for slot in batch.slots)
+    any_B = any(wanted.get(slot, (False, False))[1] for slot in batch.slots)
+    dA_GRK = dB_GOR = None
+    if any_B:
+        dB_GOR = _matmul(g_GMO.transpose(1, 2), h_GMR)
+    if any_A or dx_NK is not None:
+        dh_GMR = _masked_scale_(_matmul(g_GMO, factors.B_GRO.transpose(1, 2)), factors, batch)
+        if any_A:
+            dA_GRK = _matmul(dh_GMR.transpose(1, 2), _take(x_NK, batch))
+        if dx_NK is not None:
+            _scatter_add_(dx_NK, dh_GMR, factors.A_GRK, batch)
+    for g, slot in enumerate(batch.slots):
+        own = weights[slot]
+        if own is not None:
+            rank = own.A_RK.shape[0]
+            want_A, want_B = wanted[slot]
+            grads[slot] = (
+                dA_GRK[g, :rank].to(own.A_RK.dtype) if want_A and dA_GRK is not None else None,
+                dB_GOR[g, :, :rank].to(own.B_OR.dtype) if want_B and dB_GOR is not None else None,
+            )
