@@ -207,3 +207,17 @@ class UnloadAdapterResponse(_message.Message):
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     operation: _operation_pb2.Operation
     def __init__(self, operation: _Optional[_Union[_operation_pb2.Operation, _Mapping]] = ...) -> None: ...
+
+class AttachAdapterRequest(_message.Message):
+    __slots__ = ("session_id", "adapter_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    adapter_id: str
+    def __init__(self, session_id: _Optional[str] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+
+class AttachAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: _policy_pb2.Adapter
+    def __init__(self, adapter: _Optional[_Union[_policy_pb2.Adapter, _Mapping]] = ...) -> None: ...

@@ -68,6 +68,11 @@ class TrainingServiceStub(object):
                 request_serializer=opentinker_dot_v1_dot_training__pb2.PublishSnapshotRequest.SerializeToString,
                 response_deserializer=opentinker_dot_v1_dot_training__pb2.PublishSnapshotResponse.FromString,
                 _registered_method=True)
+        self.AttachAdapter = channel.unary_unary(
+                '/opentinker.v1.TrainingService/AttachAdapter',
+                request_serializer=opentinker_dot_v1_dot_training__pb2.AttachAdapterRequest.SerializeToString,
+                response_deserializer=opentinker_dot_v1_dot_training__pb2.AttachAdapterResponse.FromString,
+                _registered_method=True)
         self.UnloadAdapter = channel.unary_unary(
                 '/opentinker.v1.TrainingService/UnloadAdapter',
                 request_serializer=opentinker_dot_v1_dot_training__pb2.UnloadAdapterRequest.SerializeToString,
@@ -125,6 +130,13 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachAdapter(self, request, context):
+        """Makes the caller's session the owner of a live adapter, whose own client is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UnloadAdapter(self, request, context):
         """Frees the adapter's live state; what is saved stays.
         """
@@ -164,6 +176,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.PublishSnapshot,
                     request_deserializer=opentinker_dot_v1_dot_training__pb2.PublishSnapshotRequest.FromString,
                     response_serializer=opentinker_dot_v1_dot_training__pb2.PublishSnapshotResponse.SerializeToString,
+            ),
+            'AttachAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachAdapter,
+                    request_deserializer=opentinker_dot_v1_dot_training__pb2.AttachAdapterRequest.FromString,
+                    response_serializer=opentinker_dot_v1_dot_training__pb2.AttachAdapterResponse.SerializeToString,
             ),
             'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadAdapter,
@@ -337,6 +354,33 @@ class TrainingService(object):
             '/opentinker.v1.TrainingService/PublishSnapshot',
             opentinker_dot_v1_dot_training__pb2.PublishSnapshotRequest.SerializeToString,
             opentinker_dot_v1_dot_training__pb2.PublishSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/opentinker.v1.TrainingService/AttachAdapter',
+            opentinker_dot_v1_dot_training__pb2.AttachAdapterRequest.SerializeToString,
+            opentinker_dot_v1_dot_training__pb2.AttachAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,
