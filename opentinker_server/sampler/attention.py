@@ -32,10 +32,10 @@ class CachedSpan:
 class KvCacheAttention:
     """Writes a step's keys and values into the cache and attends causally to each sequence's own.
 
-    Implements `opentinker_server.models.attention.Attention`. Rows that belong to no span get zeros.
+    Implements `opentinker_server.models.attention.Attention`. The spans tile the rows.
     """
 
-    def __init__(self, spans: Sequence[CachedSpan], *, num_rows: int, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[CachedSpan], *, device: torch.device) -> None:
         decode: dict[SizeClass, list[CachedSpan]] = {}
         self._parts: list[_PrefillSpan | _DecodeGroup] = []
         for span in spans:
@@ -45,7 +45,6 @@ class KvCacheAttention:
             else:
                 self._parts.append(_PrefillSpan(span, device=device))
         self._parts += [_DecodeGroup(group, device=device) for group in decode.values()]
-        self._covered = sum(span.num_tokens for span in spans) == num_rows
 
     def attend(
         self,
@@ -59,7 +58,7 @@ class KvCacheAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         """out_NHD, dtype of the query. A window of w lets position i attend to (i - w, i]."""
-        out_NHD = torch.empty_like(query_NHD) if self._covered else torch.zeros_like(query_NHD)
+        out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
         for part in self._parts:
             part.write(layer_idx, key_NGD, value_NGD)
             out_NHD[part.rows] = part.attend(
@@ -138,7 +137,9 @@ class _DecodeGroup:
     def __init__(self, spans: Sequence[CachedSpan], *, device: torch.device) -> None:
         spans = sorted(spans, key=lambda span: span.slab.slot)
         slots = [span.slab.slot for span in spans]
-        self.rows = torch.tensor([span.first_row for span in spans], device=device)
+        rows = [span.first_row for span in spans]
+        in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+        self.rows = slice(rows[0], rows[0] + len(rows)) if in_order else torch.tensor(rows, device=device)
         self._size_class = spans[0].slab.size_class
         self._slots_R = torch.tensor(slots, device=device)
         self._positions_R = torch.tensor([span.start for span in spans], device=device)
@@ -229,9 +230,7 @@ def _attend(
 ) -> torch.Tensor:
     """softmax(cap(scaling * Q K^T) + bias) V over the last two axes; cap(x) = softcap * tanh(x / softcap)."""
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=bias, is_causal=causal, scale=scaling
-        )
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, is_causal=causal, scale=scaling)
     scores = (query @ keys.transpose(-1, -2)).float() * scaling
     scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:

@@ -45,9 +45,7 @@ class SamplingError(Exception):
 
 
 def _refuse(field: str, requirement: str, value: object) -> SamplingError:
-    return SamplingError(
-        f"{field} must be {requirement}, got {value}", reason="INVALID_ARGUMENT", field=field
-    )
+    return SamplingError(f"{field} must be {requirement}, got {value}", reason="INVALID_ARGUMENT", field=field)
 
 
 @dataclass(frozen=True, kw_only=True)

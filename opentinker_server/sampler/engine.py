@@ -141,9 +141,7 @@ class SamplerEngine:
         info = self._base.info
         num_prompt, max_tokens = len(task.prompt), task.settings.max_tokens
         if num_prompt < 1:
-            raise SamplingError(
-                "prompt is empty", reason="INVALID_ARGUMENT", field="prompt", expected=1, actual=0
-            )
+            raise SamplingError("prompt is empty", reason="INVALID_ARGUMENT", field="prompt", expected=1, actual=0)
         if task.num_samples < 1:
             raise SamplingError(
                 f"num_samples must be at least 1, got {task.num_samples}",

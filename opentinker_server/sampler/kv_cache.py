@@ -9,8 +9,10 @@ Legend: S slots, G key/value heads, C capacity in tokens, D head dimension.
 """
 
 import heapq
+import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 _SMALLEST_CAPACITY = 64
@@ -50,9 +52,7 @@ class SizeClass:
         if self.storage is None:
             num_layers, num_kv_heads, head_dim = self.shape
             size = (num_layers, 2, self.num_slots, num_kv_heads, self.capacity, head_dim)
-            # Zeroed memory of the operating system costs nothing until it is written, so slots that are
-            # never used take no memory on a CPU.
-            self.storage = torch.zeros(size, dtype=self.dtype, device=self.device)
+            self.storage = _zeros(size, dtype=self.dtype, device=self.device)
             self.free_slots = list(range(self.num_slots))
         self.num_used += 1
         return Slab(size_class=self, slot=heapq.heappop(self.free_slots))
@@ -141,6 +141,14 @@ class SlabCache:
 
     def _class_for(self, num_tokens: int) -> SizeClass:
         return next(c for c in self._classes if c.capacity >= num_tokens)
+
+
+def _zeros(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose pages a CPU hands out when they are first written: idle slots take no memory and no time."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # torch.zeros writes every element; numpy asks the operating system for zeroed pages.
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
 def _copy(source: Slab, target: Slab, num_tokens: int) -> None:

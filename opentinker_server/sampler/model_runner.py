@@ -21,8 +21,6 @@ from opentinker_server.sampler.snapshots import Snapshot
 
 _MAX_LOGIT_ROWS = 128
 """Rows whose logits are held at once: 25 MB of float32 for a vocabulary of 49,152."""
-_MIN_ROWS_BFLOAT16 = 4
-"""The CPU's bfloat16 matrix product is slower on fewer rows than on this many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +81,6 @@ class ModelRunner:
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
-        pads = base.dtype == torch.bfloat16 and base.device.type == "cpu"
-        self._min_rows = _MIN_ROWS_BFLOAT16 if pads else 1
 
     @torch.inference_mode()
     def run(self, chunks: Rows[Chunk]) -> StepOutput:
@@ -106,26 +102,19 @@ class ModelRunner:
             tokens += chunk.sequence.tokens_between(chunk.start, chunk.end)
             positions += range(chunk.start, chunk.end)
             spans.append(
-                CachedSpan(
-                    slab=slab, first_row=item.first_row, start=chunk.start, num_tokens=chunk.num_tokens
-                )
+                CachedSpan(slab=slab, first_row=item.first_row, start=chunk.start, num_tokens=chunk.num_tokens)
             )
-        padding = max(0, self._min_rows - len(tokens))
-        tokens_N = torch.tensor(tokens + [0] * padding, device=self._base.device)
-        positions_N = torch.tensor(positions + [0] * padding, device=self._base.device)
-        attention = KvCacheAttention(spans, num_rows=len(tokens_N), device=self._base.device)
-        lora = _lora_rows([(item.snapshot, item.chunk.num_tokens) for item in placed], padding)
+        tokens_N = torch.tensor(tokens, device=self._base.device)
+        positions_N = torch.tensor(positions, device=self._base.device)
+        attention = KvCacheAttention(spans, device=self._base.device)
+        lora = _lora_rows([(item.snapshot, item.chunk.num_tokens) for item in placed])
         return self._base.hidden_states(tokens_N, positions_N, attention=attention, lora=lora)
 
     def _logits(
         self, hidden_ND: torch.Tensor, rows_M: torch.Tensor, owners: list[tuple[Snapshot, int]]
     ) -> torch.Tensor:
         """float32 [M, V]. owners: whose weights consecutive runs of the M rows use, and their lengths."""
-        padding = max(0, self._min_rows - len(rows_M))
-        if padding:
-            rows_M = torch.cat([rows_M, rows_M[-1:].expand(padding)])
-        logits_MV = self._base.logits(hidden_ND[rows_M], lora=_lora_rows(owners, padding))
-        return logits_MV[: len(rows_M) - padding].float()
+        return self._base.logits(hidden_ND[rows_M], lora=_lora_rows(owners)).float()
 
     def _draw(self, hidden_ND: torch.Tensor, rows: list[_DrawRow]) -> list[Draw]:
         device = self._base.device
@@ -146,9 +135,7 @@ class ModelRunner:
         sampled = sample(logits, settings, topk=topk)
         tokens, logprobs = sampled.tokens_R.tolist(), sampled.logprobs_R.tolist()
         ids = sampled.topk_ids_RK.tolist() if sampled.topk_ids_RK is not None else [None] * len(rows)
-        values = (
-            sampled.topk_logprobs_RK.tolist() if sampled.topk_logprobs_RK is not None else [None] * len(rows)
-        )
+        values = sampled.topk_logprobs_RK.tolist() if sampled.topk_logprobs_RK is not None else [None] * len(rows)
         return [
             Draw(sequence=row.sequence, token=token, logprob=logprob, topk_ids=i, topk_logprobs=v)
             for row, token, logprob, i, v in zip(rows, tokens, logprobs, ids, values, strict=True)
@@ -179,13 +166,19 @@ class ModelRunner:
 
 
 def _place(chunks: Rows[Chunk]) -> list[_PlacedChunk]:
-    """Lays chunks out on the row axis, those of one snapshot side by side."""
+    """Lays chunks out on the row axis, those of one snapshot side by side, in them by slab."""
     placed = []
     first_row = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.request.snapshot.order):
+    for chunk in sorted(chunks, key=_row_order):
         placed.append(_PlacedChunk(chunk=chunk, first_row=first_row))
         first_row += chunk.num_tokens
     return placed
+
+
+def _row_order(chunk: Chunk) -> tuple[int, int, int]:
+    slab = chunk.sequence.slab
+    assert slab is not None
+    return chunk.sequence.request.snapshot.order, slab.capacity, slab.slot
 
 
 def _draw_rows(placed: Rows[_PlacedChunk]) -> Iterator[list[_DrawRow]]:
@@ -206,8 +199,8 @@ def _draw_rows(placed: Rows[_PlacedChunk]) -> Iterator[list[_DrawRow]]:
         yield batch
 
 
-def _lora_rows(owners: list[tuple[Snapshot, int]], padding: int) -> LoraRows | None:
-    """owners: snapshot and number of its rows, in row order; `padding` rows of the base follow."""
+def _lora_rows(owners: list[tuple[Snapshot, int]]) -> LoraRows | None:
+    """owners: snapshot and number of its rows, in row order."""
     segments = []
     row = 0
     for snapshot, items in groupby(owners, key=lambda owner: owner[0]):
@@ -216,6 +209,4 @@ def _lora_rows(owners: list[tuple[Snapshot, int]], padding: int) -> LoraRows | N
         row = end
     if all(weights is None for _, _, weights in segments):
         return None
-    if padding:
-        segments.append((row, row + padding, None))
     return LoraRows.from_segments(segments)

@@ -46,14 +46,10 @@ class RowSettings:
     ) -> "RowSettings":
         """positions: index of the token about to be drawn within its whole sequence, prompt included."""
         seeds_R = np.array([s.seed for s in settings], dtype=np.uint64)
-        uniforms_R = uniforms(
-            seeds_R, np.array(sample_indices, dtype=np.uint64), np.array(positions, dtype=np.uint64)
-        )
+        uniforms_R = uniforms(seeds_R, np.array(sample_indices, dtype=np.uint64), np.array(positions, dtype=np.uint64))
         top_ks = [vocab_size if s.top_k == -1 else min(s.top_k, vocab_size) for s in settings]
         return cls(
-            temperatures_R=torch.tensor(
-                [s.temperature for s in settings], dtype=torch.float32, device=device
-            ),
+            temperatures_R=torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device),
             top_ks_R=torch.tensor(top_ks, device=device),
             top_ps_R=torch.tensor([s.top_p for s in settings], dtype=torch.float64, device=device),
             processed_R=torch.tensor([s.logprobs_mode == "processed" for s in settings], device=device),

@@ -130,9 +130,7 @@ class SequenceScheduler:
         if donor is None:
             sequence.slab = self._cache.allocate(sequence.num_tokens)
         else:
-            sequence.slab = self._cache.allocate(
-                sequence.num_tokens, prefix_of=donor.slab, num_copied=num_prompt
-            )
+            sequence.slab = self._cache.allocate(sequence.num_tokens, prefix_of=donor.slab, num_copied=num_prompt)
             sequence.num_computed = num_prompt
         bisect.insort(self.running, sequence)
         return sequence

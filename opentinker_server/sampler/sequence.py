@@ -54,9 +54,7 @@ class Request:
         """The answer, once every sequence has finished."""
         topk_prompt = None
         if self.scores is not None and self.task.topk_prompt:
-            topk_prompt = TopkLogprobs(
-                token_ids=self.scores.topk_ids_PK, logprobs=self.scores.topk_logprobs_PK
-            )
+            topk_prompt = TopkLogprobs(token_ids=self.scores.topk_ids_PK, logprobs=self.scores.topk_logprobs_PK)
         wanted = self.scores is not None and self.task.prompt_logprobs
         return SampleOutput(
             sequences=[sequence.output() for sequence in self.sequences],
@@ -104,14 +102,9 @@ class Sequence:
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Tokens at positions [start, end)."""
         num_prompt = len(self.request.prompt)
-        return (
-            self.request.prompt[start:end]
-            + self.generated[max(0, start - num_prompt) : max(0, end - num_prompt)]
-        )
+        return self.request.prompt[start:end] + self.generated[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
-    def append(
-        self, token: int, logprob: float, topk_ids: list[int] | None, topk_logprobs: list[float] | None
-    ) -> None:
+    def append(self, token: int, logprob: float, topk_ids: list[int] | None, topk_logprobs: list[float] | None) -> None:
         """Adds a generated token and applies the stop rules; a match on the last slot is a stop."""
         settings = self.request.task.settings
         self.generated.append(token)

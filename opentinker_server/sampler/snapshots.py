@@ -29,9 +29,7 @@ class Snapshot:
 class SnapshotTable:
     """Key -> snapshot; the empty key is the base model and is always there."""
 
-    def __init__(
-        self, *, lora_shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, max_lora_rank: int
-    ) -> None:
+    def __init__(self, *, lora_shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, max_lora_rank: int) -> None:
         """lora_shapes: module name -> (inputs, outputs) of each linear that can be adapted."""
         self._lora_shapes = lora_shapes
         self._dtype = dtype

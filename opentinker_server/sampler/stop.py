@@ -11,9 +11,7 @@ _INCOMPLETE = "\ufffd"
 class Detokenizer(Protocol):
     """What is needed of a Hugging Face tokenizer."""
 
-    def decode(
-        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
 class StopTextMatcher:
@@ -46,7 +44,5 @@ class StopTextMatcher:
         return any(stop in searched for stop in self._texts)
 
     def _complete_text(self) -> str:
-        text = self._detokenizer.decode(
-            self._window, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = self._detokenizer.decode(self._window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text.rstrip(_INCOMPLETE)

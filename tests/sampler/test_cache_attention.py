@@ -69,13 +69,13 @@ def test_every_row_attends_to_its_own_history(seed: int, window: int | None, sof
             spans.append(CachedSpan(slab=sequence.slab, first_row=row, start=start, num_tokens=num_tokens))
             active.append(sequence)
             row += num_tokens
-        num_rows = row + int(rng.integers(0, 3))
+        num_rows = row
         if not spans:
             continue
         query = torch.randn(NUM_LAYERS, num_rows, NUM_KV_HEADS * SHARED, HEAD_DIM, generator=generator)
         keys = torch.randn(NUM_LAYERS, num_rows, NUM_KV_HEADS, HEAD_DIM, generator=generator)
         values = torch.randn(NUM_LAYERS, num_rows, NUM_KV_HEADS, HEAD_DIM, generator=generator)
-        attention = KvCacheAttention(spans, num_rows=num_rows, device=query.device)
+        attention = KvCacheAttention(spans, device=query.device)
         options = {"sliding_window": window, "softcap": softcap, "scaling": 0.4}
         out = [attention.attend(i, query[i], keys[i], values[i], **options) for i in range(NUM_LAYERS)]
         for span, sequence in zip(spans, active, strict=True):
@@ -93,8 +93,6 @@ def test_every_row_attends_to_its_own_history(seed: int, window: int | None, sof
                         softcap=softcap,
                     )
                     torch.testing.assert_close(out[layer][span.first_row + offset], expected, atol=1e-5, rtol=1e-5)
-        for layer in range(NUM_LAYERS):
-            assert bool((out[layer][row:] == 0).all())
 
 
 def test_slabs_are_counted_and_never_exceed_the_capacity() -> None:
@@ -125,7 +123,7 @@ def test_freed_memory_is_finite_for_the_next_owner() -> None:
     nan = torch.full((5, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     query = torch.ones(5, NUM_KV_HEADS * SHARED, HEAD_DIM)
     span = CachedSpan(slab=broken, first_row=0, start=0, num_tokens=5)
-    KvCacheAttention([span], num_rows=5, device=query.device).attend(
+    KvCacheAttention([span], device=query.device).attend(
         0, query, nan, nan, scaling=1.0, sliding_window=None, softcap=None
     )
     cache.free(broken)
