@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from opentinker_server.models.base import BaseModel
 from opentinker_server.models.lora import LoraWeights
@@ -21,7 +21,7 @@ from opentinker_server.sampler.model_runner import Draw, ModelRunner, ScoredProm
 from opentinker_server.sampler.scheduler import Chunk, SequenceScheduler
 from opentinker_server.sampler.sequence import Request, Sequence
 from opentinker_server.sampler.snapshots import SnapshotTable
-from opentinker_server.sampler.stop import Detokenizer, StopTextMatcher
+from opentinker_server.sampler.stop import StopTextMatcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class SamplerEngine:
             self._cache, max_running=config.max_running, max_batched_tokens=config.max_batched_tokens
         )
         self._snapshots = SnapshotTable(
-            lora_shapes=base.lora_shapes, dtype=base.dtype, max_lora_rank=config.max_lora_rank
+            lora_shapes=base.lora_shapes, dtype=base.dtype, device=base.device, max_lora_rank=config.max_lora_rank
         )
         self._runner = ModelRunner(base)
         self._requests: dict[int, Request] = {}
@@ -93,7 +93,7 @@ class SamplerEngine:
         if task.settings.stop_texts:
             for sequence in request.sequences:
                 sequence.stop_texts = StopTextMatcher(
-                    task.settings.stop_texts, detokenizer=self._detokenizer, prompt_tail=request.prompt
+                    task.settings.stop_texts, tokenizer=self._tokenizer, prompt_tail=request.prompt
                 )
         self._requests[task.task_id] = request
         # The other samples join when the first has computed the prompt.
@@ -134,7 +134,7 @@ class SamplerEngine:
         }
 
     @cached_property
-    def _detokenizer(self) -> Detokenizer:
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self._base.info.tokenizer_directory)
 
     def _check(self, task: SampleTask) -> None:

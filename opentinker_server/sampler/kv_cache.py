@@ -86,7 +86,7 @@ class SlabCache:
         self.capacity_tokens = capacity_tokens
         self.used_tokens = 0
         largest = min(max_sequence_tokens, capacity_tokens)
-        capacities = []
+        capacities: list[int] = []
         while not capacities or capacities[-1] < largest:
             capacities.append(min(2 * capacities[-1] if capacities else _SMALLEST_CAPACITY, largest))
         self._classes = [

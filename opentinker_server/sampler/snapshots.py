@@ -29,10 +29,18 @@ class Snapshot:
 class SnapshotTable:
     """Key -> snapshot; the empty key is the base model and is always there."""
 
-    def __init__(self, *, lora_shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, max_lora_rank: int) -> None:
+    def __init__(
+        self,
+        *,
+        lora_shapes: Mapping[str, tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_lora_rank: int,
+    ) -> None:
         """lora_shapes: module name -> (inputs, outputs) of each linear that can be adapted."""
         self._lora_shapes = lora_shapes
         self._dtype = dtype
+        self._device = device
         self._max_lora_rank = max_lora_rank
         self._by_key: dict[str, Snapshot] = {"": Snapshot("", None, order=0)}
         self._dropped: list[Snapshot] = []
@@ -61,13 +69,8 @@ class SnapshotTable:
             return
         for name, (a_RK, b_OR) in weights.factors.items():
             self._check(key, name, a_RK, b_OR)
-        factors = {
-            name: (a_RK.detach().to(self._dtype), b_OR.detach().to(self._dtype))
-            for name, (a_RK, b_OR) in weights.factors.items()
-        }
         self._num_added += 1
-        converted = LoraWeights(scale=weights.scale, factors=factors)
-        self._by_key[key] = Snapshot(key, converted, order=self._num_added)
+        self._by_key[key] = Snapshot(key, weights.to(self._device, self._dtype), order=self._num_added)
 
     def drop(self, key: str) -> None:
         """Memory is freed now, or when the last user releases it."""

@@ -23,7 +23,7 @@ def ids(tokenizer, text: str) -> list[int]:
 
 
 def first_match(tokenizer, prompt: list[int], tokens: list[int], texts: tuple[str, ...]) -> int | None:
-    matcher = StopTextMatcher(texts, detokenizer=tokenizer, prompt_tail=prompt)
+    matcher = StopTextMatcher(texts, tokenizer=tokenizer, prompt_tail=prompt)
     return next((index for index, token in enumerate(tokens) if matcher.push(token)), None)
 
 
@@ -54,7 +54,7 @@ def test_endless_incomplete_bytes_do_not_hide_a_later_match(tokenizer) -> None:
     assert first_match(tokenizer, [], tokens, ("€ stop",)) == len(tokens) - 1
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text(alphabet="abé€🙂 ", min_size=1, max_size=40),
     prompt=st.text(alphabet="abé", max_size=6),
