@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import os
 import textwrap
 import tomllib
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+DEFAULT_STATE_DIR = Path("~/.local/state/opentinker").expanduser()
+DEFAULT_CACHE_DIR = Path("~/.cache/opentinker").expanduser()
 ENVIRONMENT_PREFIX = "OPENTINKER_"
 
 
@@ -33,7 +36,7 @@ class ServerSettings:
     """Listen on an address that other machines reach. There are no keys: protect the port yourself."""
     port: int = 8711
     """Port to listen on; 0 picks a free one."""
-    state_dir: Path = Path("~/.local/state/opentinker").expanduser()
+    state_dir: Path = DEFAULT_STATE_DIR
     """Where the database, checkpoints and snapshots are kept. One server at a time owns it."""
     database_url: str = ""
     """SQLAlchemy URL. Empty: SQLite inside the state directory."""
@@ -53,7 +56,7 @@ class ModelSettings:
     """Torch device of the worker."""
     threads: int = 0
     """CPU threads of the worker; 0 lets torch choose."""
-    cache_dir: Path = Path("~/.cache/opentinker").expanduser()
+    cache_dir: Path = DEFAULT_CACHE_DIR
     """Where fetched models are kept."""
 
 
@@ -281,7 +284,7 @@ def _field_docs(cls: type) -> dict[str, str]:
     """Field name -> the string that follows it in the class body."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     docs = {}
-    for node, after in zip(body, body[1:], strict=False):
+    for node, after in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[node.target.id] = inspect.cleandoc(str(after.value.value))  # type: ignore[union-attr]
     return docs

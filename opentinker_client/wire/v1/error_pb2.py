@@ -22,17 +22,20 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19opentinker/v1/error.proto\x12\ropentinker.v1\"\xf7\x01\n\tErrorInfo\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.opentinker.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x0b\x64\x61tum_index\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\x08\x65xpected\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06\x61\x63tual\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05limit\x18\x08 \x01(\x03H\x03\x88\x01\x01\x42\x0e\n\x0c_datum_indexB\x0b\n\t_expectedB\t\n\x07_actualB\x08\n\x06_limit*\xbe\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x12\x1e\n\x1a\x45RROR_REASON_INVALID_DATUM\x10\x02\x12\x1d\n\x19\x45RROR_REASON_INVALID_LOSS\x10\x03\x12\x1f\n\x1b\x45RROR_REASON_CONTEXT_LENGTH\x10\x04\x12\x1b\n\x17\x45RROR_REASON_WRONG_KIND\x10\x05\x12\x1a\n\x16\x45RROR_REASON_NOT_FOUND\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_ALREADY_EXISTS\x10\x07\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_CONFLICT\x10\x08\x12\x1b\n\x17\x45RROR_REASON_STATE_LOST\x10\t\x12 \n\x1c\x45RROR_REASON_SESSION_EXPIRED\x10\n\x12$\n ERROR_REASON_FAILED_PRECONDITION\x10\x0b\x12\x1f\n\x1b\x45RROR_REASON_LIMIT_EXCEEDED\x10\x0c\x12\x1b\n\x17\x45RROR_REASON_NON_FINITE\x10\r\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x0e\x12\x1d\n\x19\x45RROR_REASON_SEQUENCE_GAP\x10\x0f\x12\x1d\n\x19\x45RROR_REASON_CORRUPT_DATA\x10\x10\x12\x1c\n\x18\x45RROR_REASON_UNAVAILABLE\x10\x11\x12\x1a\n\x16\x45RROR_REASON_DISK_FULL\x10\x12\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x12\x1c\n\x18\x45RROR_REASON_UNSUPPORTED\x10\x15\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19opentinker/v1/error.proto\x12\ropentinker.v1\x1a\x19google/protobuf/any.proto\"\xf7\x01\n\tErrorInfo\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.opentinker.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x0b\x64\x61tum_index\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\x08\x65xpected\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06\x61\x63tual\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05limit\x18\x08 \x01(\x03H\x03\x88\x01\x01\x42\x0e\n\x0c_datum_indexB\x0b\n\t_expectedB\t\n\x07_actualB\x08\n\x06_limit\"S\n\x0b\x45rrorStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any*\xbe\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x12\x1e\n\x1a\x45RROR_REASON_INVALID_DATUM\x10\x02\x12\x1d\n\x19\x45RROR_REASON_INVALID_LOSS\x10\x03\x12\x1f\n\x1b\x45RROR_REASON_CONTEXT_LENGTH\x10\x04\x12\x1b\n\x17\x45RROR_REASON_WRONG_KIND\x10\x05\x12\x1a\n\x16\x45RROR_REASON_NOT_FOUND\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_ALREADY_EXISTS\x10\x07\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_CONFLICT\x10\x08\x12\x1b\n\x17\x45RROR_REASON_STATE_LOST\x10\t\x12 \n\x1c\x45RROR_REASON_SESSION_EXPIRED\x10\n\x12$\n ERROR_REASON_FAILED_PRECONDITION\x10\x0b\x12\x1f\n\x1b\x45RROR_REASON_LIMIT_EXCEEDED\x10\x0c\x12\x1b\n\x17\x45RROR_REASON_NON_FINITE\x10\r\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x0e\x12\x1d\n\x19\x45RROR_REASON_SEQUENCE_GAP\x10\x0f\x12\x1d\n\x19\x45RROR_REASON_CORRUPT_DATA\x10\x10\x12\x1c\n\x18\x45RROR_REASON_UNAVAILABLE\x10\x11\x12\x1a\n\x16\x45RROR_REASON_DISK_FULL\x10\x12\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x12\x1c\n\x18\x45RROR_REASON_UNSUPPORTED\x10\x15\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'opentinker.v1.error_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ERRORREASON']._serialized_start=295
-  _globals['_ERRORREASON']._serialized_end=997
-  _globals['_ERRORINFO']._serialized_start=45
-  _globals['_ERRORINFO']._serialized_end=292
+  _globals['_ERRORREASON']._serialized_start=407
+  _globals['_ERRORREASON']._serialized_end=1109
+  _globals['_ERRORINFO']._serialized_start=72
+  _globals['_ERRORINFO']._serialized_end=319
+  _globals['_ERRORSTATUS']._serialized_start=321
+  _globals['_ERRORSTATUS']._serialized_end=404
 # @@protoc_insertion_point(module_scope)

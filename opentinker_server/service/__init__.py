@@ -1,0 +1,1 @@
+"""What calls mean: validation, sessions, adapters, snapshots, samplers, artifacts."""
