@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from opentinker_server.models.attention import Attention, PackedCausalAttention
 from opentinker_server.models.lora import ForwardContext, LoraLinear, LoraRows
-from opentinker_server.models.registry import ModelSource
+from opentinker_server.models.registry import ModelSource, quiet_transformers
 
 ATTENTION_NAME = "opentinker"
 """Name of our attention among transformers' implementations; it needs no mask, so transformers makes none."""
@@ -85,13 +85,14 @@ class BaseModel:
         if getattr(config.get_text_config(), "num_attention_heads", None) is None:
             raise ValueError(f"{config.model_type} has no attention; packed rows would see one another.")
         _refuse_batch_dependent_rope(config)
-        module = AutoModelForCausalLM.from_pretrained(
-            source.directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-        )
+        with quiet_transformers():
+            module = AutoModelForCausalLM.from_pretrained(
+                source.directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+            )
         module = module.to(device).eval().requires_grad_(False)
         context = ForwardContext()
         tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight

@@ -112,7 +112,7 @@ def _current_token_model(logits_VV: torch.Tensor, *, eos_token_id: int | None, c
 def _random_llama(config: LlamaConfig, *, seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).to(torch.float32)
+        return LlamaForCausalLM(config).float()
 
 
 def build_bigram_model(
