@@ -112,6 +112,18 @@ def test_samples_share_the_computation_of_their_prompt(make_engine, drive, make_
     assert_idle(engine)
 
 
+def test_prompt_is_shared_when_the_first_sample_ends_at_once(make_engine, drive, make_task) -> None:
+    options = {"num_samples": 6, "max_tokens": 10}
+    free = drive(make_engine(), [make_task(list(range(100)), **options)])[0]
+    first = int(free.sequences[0].tokens[0])
+    engine = make_engine()
+    output = drive(engine, [make_task(list(range(100)), stop_token_ids=frozenset({first}), **options)])[0]
+    assert output.sequences[0].tokens.tolist() == [first]
+    assert any(len(sequence.tokens) > 1 for sequence in output.sequences)
+    assert engine.stats()["prompt_tokens_computed"] == 100
+    assert_idle(engine)
+
+
 def test_samples_of_one_request_fit_where_one_fits(make_engine, drive, make_task) -> None:
     task = make_task(list(range(60)), num_samples=5, max_tokens=40, prompt_logprobs=True)
     roomy = drive(make_engine(), [task])[0]

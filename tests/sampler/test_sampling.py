@@ -73,6 +73,13 @@ def test_processed_distribution_equals_the_reference(
     assert expected[out.tokens_R[0]] > 0
 
 
+@pytest.mark.parametrize("num_kept", [1, 7, 12, 24])
+def test_mass_that_rounding_leaves_just_short_reaches_top_p(num_kept: int) -> None:
+    """float32(1 / 25) is below 1 / 25, so k equal tokens fall short of k / 25 by rounding only."""
+    out = draw(torch.zeros(1, 25), topk=25, top_p=num_kept / 25, logprobs_mode="processed")
+    assert int((out.topk_logprobs_RK > -math.inf).sum()) == num_kept
+
+
 def test_nucleus_wider_than_the_sorted_prefix_is_exact() -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 5000) * 0.1
