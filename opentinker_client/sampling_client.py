@@ -84,8 +84,8 @@ class SamplingClient:
         """`num_samples` continuations of the prompt.
 
         Each sequence carries the snapshot that produced it and natural logarithms of the model's probabilities,
-        equal to the trainer's. A lost connection is made again and the request repeated with the same seed, so the answer is the
-        same. Cancelling stops the generation.
+        equal to the trainer's. A lost connection is made again and the request repeated with the same seed, so the
+        answer is the same. Cancelling stops the generation.
         """
         request = requests.sample(
             self.sampler_id,

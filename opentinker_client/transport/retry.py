@@ -50,7 +50,7 @@ async def with_retries(send: Callable[[], Awaitable[T]], *, seconds: Callable[[]
 
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(can_help),
-        wait=tenacity.wait_exponential_jitter(initial=0.1, max=3.0, jitter=0.1),
+        wait=tenacity.wait_exponential(multiplier=0.1, max=3.0) + tenacity.wait_random(0, 0.1),
         stop=out_of_time,
         reraise=True,
     )

@@ -1,8 +1,8 @@
 """Building blocks of the case tests, through the public client only.
 
-Reading gradients: `PROBE` is an Adam step that moves each weight by -0.01 * gradient for |gradient| << 1000, so the
-difference of exported weights before and after shows the gradient. Ordinary Adam hides scale errors: its first step
-is the sign times the learning rate. On a fresh adapter the B factors start at zero and hold the whole gradient.
+Reading gradients: `PROBE` is an Adam step without momentum that moves each weight by d = 10 g / (|g| + 1000), which is
+inverted exactly, so the difference of exported weights before and after shows the gradient. Ordinary Adam hides
+scale errors: its first step is the sign times the learning rate. On a fresh adapter the B factors start at zero and hold the whole gradient.
 
 Ratio dial: send `logprobs = lp - ln(r)`, where `lp` comes from `forward`; the importance ratio is then exactly r.
 """
@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 import opentinker_client as ot
 
 PROBE = ot.AdamParams(learning_rate=10.0, beta1=0.0, beta2=0.0, eps=1e3, weight_decay=0.0, grad_clip_norm=0.0)
-PROBE_SCALE = 0.01
 
 
 def datum(tokens: Sequence[int], targets: Sequence[int], **inputs: object) -> ot.Datum:
@@ -80,12 +79,15 @@ def weights(service: ot.ServiceClient, trainer: ot.TrainingClient) -> dict[str, 
     return weights_at(service, trainer.save_weights_for_sampler(f"w{next(_counter)}").result().path)
 
 
-def probe(service: ot.ServiceClient, trainer: ot.TrainingClient) -> dict[str, np.ndarray]:
-    """Applies the probe step and returns the gradient that it shows, by PEFT name (float32 rounding of weights)."""
+def probe(
+    service: ot.ServiceClient, trainer: ot.TrainingClient, params: ot.AdamParams = PROBE
+) -> dict[str, np.ndarray]:
+    """Applies the probe step (PROBE, or PROBE with clipping) and returns the gradient that it shows, by PEFT name (float32 rounding of weights)."""
     before = weights(service, trainer)
-    trainer.optim_step(PROBE).result()
+    trainer.optim_step(params).result()
     after = weights(service, trainer)
-    return {name: (before[name] - after[name]) / PROBE_SCALE for name in before}
+    moved = {name: before[name].astype(np.float64) - after[name] for name in before}
+    return {name: PROBE.eps * d / (PROBE.learning_rate - np.abs(d)) for name, d in moved.items()}
 
 
 def b_factors(tensors: dict[str, np.ndarray]) -> np.ndarray:
