@@ -2,7 +2,8 @@
 
 Reading gradients: `PROBE` is an Adam step without momentum that moves each weight by d = 10 g / (|g| + 1000), which is
 inverted exactly, so the difference of exported weights before and after shows the gradient. Ordinary Adam hides
-scale errors: its first step is the sign times the learning rate. On a fresh adapter the B factors start at zero and hold the whole gradient.
+scale errors: its first step is the sign times the learning rate. On a fresh adapter the B factors start at zero and
+hold the whole gradient.
 
 Ratio dial: send `logprobs = lp - ln(r)`, where `lp` comes from `forward`; the importance ratio is then exactly r.
 """
@@ -82,7 +83,7 @@ def weights(service: ot.ServiceClient, trainer: ot.TrainingClient) -> dict[str, 
 def probe(
     service: ot.ServiceClient, trainer: ot.TrainingClient, params: ot.AdamParams = PROBE
 ) -> dict[str, np.ndarray]:
-    """Applies the probe step (PROBE, or PROBE with clipping) and returns the gradient that it shows, by PEFT name (float32 rounding of weights)."""
+    """Applies the probe step (PROBE, or it with clipping); returns the gradient that it shows, by PEFT name."""
     before = weights(service, trainer)
     trainer.optim_step(params).result()
     after = weights(service, trainer)
