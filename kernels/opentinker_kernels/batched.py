@@ -87,12 +87,12 @@ def _slots_of_stack(
         return None
     first, last = batch.slots[0], batch.slots[-1]
     if batch.slots == tuple(range(first, last + 1)):
-        chosen: slice | list[int] = slice(first, last + 1)
+        A_GRK, B_GRO = stack.A_SRK[first : last + 1], stack.B_SRO[first : last + 1]
     else:
-        chosen = list(batch.slots)
+        A_GRK, B_GRO = stack.A_SRK.index_select(0, batch.slots_G), stack.B_SRO.index_select(0, batch.slots_G)
     return _BatchFactors(
-        A_GRK=stack.A_SRK[chosen, :rank].to(dtype),
-        B_GRO=stack.B_SRO[chosen, :rank].to(dtype),
+        A_GRK=A_GRK[:, :rank].to(dtype),
+        B_GRO=B_GRO[:, :rank].to(dtype),
         scale=_common_scale(
             [stack.scales[slot] if stack.ranks[slot] else None for slot in batch.slots], dtype=dtype, device=device
         ),

@@ -14,6 +14,8 @@ import torch
 # One more batch costs about as much time as this many padding rows (two matmul calls on two CPU cores,
 # hidden size 576, rank 16: about 70 in bfloat16, about 15 in float32).
 _PADDING_ROWS_PER_LAUNCH = 32
+# From about this height a matmul in place on a slice of rows beats copying the rows into a padded batch.
+_TALL_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,6 +23,8 @@ class RowBatch:
     """Groups of similar height, run as one padded batched matmul (or as one plain matmul if single)."""
 
     slots: tuple[int, ...]
+    slots_G: torch.Tensor
+    """`slots` as int64 [G], on the device of the groups."""
     height: int
     """Rows per slot, padding included."""
     rows: slice | torch.Tensor
@@ -95,46 +99,74 @@ class RowGroups:
 
     @cached_property
     def batches(self) -> tuple[RowBatch, ...]:
-        """Groups gathered by height: a new batch begins where padding would cost more than a launch."""
-        by_height = sorted(range(len(self.slots)), key=lambda g: -self.counts[g])
+        """Groups gathered by height: a new batch begins where padding would cost more than a launch.
+
+        Tall groups whose rows are neighbours stay apart, each a plain matmul in place, unless they are equally
+        tall and side by side.
+        """
+        tall = [
+            g
+            for g, run in enumerate(self.runs)
+            if run is not None and self.counts[g] >= _TALL_ROWS and len(self.slots) > 1
+        ]
+        if tall and (side_by_side := self._side_by_side(tall)) is not None:
+            batches = [side_by_side]
+        else:
+            batches = [self._batch([g]) for g in tall]
+        rest = sorted(set(range(len(self.slots))) - set(tall), key=lambda g: -self.counts[g])
         members: list[list[int]] = []
-        for i, g in enumerate(by_height):
+        for i, g in enumerate(rest):
             if not members or (
-                (self.counts[members[-1][0]] - self.counts[g]) * (len(by_height) - i) > _PADDING_ROWS_PER_LAUNCH
+                (self.counts[members[-1][0]] - self.counts[g]) * (len(rest) - i) > _PADDING_ROWS_PER_LAUNCH
             ):
                 members.append([])
             members[-1].append(g)
-        return tuple(self._batch(batch) for batch in members)
+        return (*batches, *(self._batch(batch) for batch in members))
 
     def _batch(self, members: list[int]) -> RowBatch:
+        """One batch of the groups `members`, tallest first."""
+        if (side_by_side := self._side_by_side(members)) is not None:
+            return side_by_side
         height = self.counts[members[0]]
-        neighbours = self._neighbours(members)
-        if neighbours is not None:
-            order, rows = neighbours
-            return RowBatch(slots=tuple(self.slots[g] for g in order), height=height, rows=rows, padding_GM=None)
-        # Ascending slots, so that a run of slots can be read from a stack without a copy.
         members = sorted(members)
         counts_G1 = torch.tensor([self.counts[g] for g in members])[:, None]
         starts_G1 = torch.tensor([self.starts[g] for g in members])[:, None]
         place_1M = torch.arange(height)[None]
         position_GM = starts_G1 + torch.minimum(place_1M, counts_G1 - 1)
         padding_GM = place_1M >= counts_G1
+        slots = tuple(self.slots[g] for g in members)
         return RowBatch(
-            slots=tuple(self.slots[g] for g in members),
+            slots=slots,
+            slots_G=torch.tensor(slots, device=self.device),
             height=height,
             rows=self.row_order_P[position_GM.flatten().to(self.device)],
             padding_GM=padding_GM.to(self.device) if padding_GM.any() else None,
         )
 
-    def _neighbours(self, members: list[int]) -> tuple[list[int], slice] | None:
-        """Members in row order and the slice they fill, if they are equally high and lie side by side."""
+    def _side_by_side(self, members: list[int]) -> RowBatch | None:
+        """The batch as one slice of rows, if its groups are equally tall and adjoin each other.
+
+        Short groups must also lie in ascending order of slot: reading slots out of order costs a copy of their
+        factors, which outweighs the copy of a few rows.
+        """
+        height = self.counts[members[0]]
         runs = [(run.start, run.stop, g) for g in members if (run := self.runs[g]) is not None]
-        if len(runs) != len(members) or self.counts[members[0]] != self.counts[members[-1]]:
+        if len(runs) != len(members) or any(self.counts[g] != height for g in members):
             return None
         runs.sort()
+        order = [g for _, _, g in runs]
         if any(before[1] != after[0] for before, after in pairwise(runs)):
             return None
-        return [g for _, _, g in runs], slice(runs[0][0], runs[-1][1])
+        if height < _TALL_ROWS and order != sorted(order):
+            return None
+        slots = tuple(self.slots[g] for g in order)
+        return RowBatch(
+            slots=slots,
+            slots_G=torch.tensor(slots, device=self.device),
+            height=height,
+            rows=slice(runs[0][0], runs[-1][1]),
+            padding_GM=None,
+        )
 
     def tiles(self, block_rows: int) -> RowTiles:
         """Tiles of at most `block_rows` rows; no tile mixes slots, and no slot without rows has one."""

@@ -50,15 +50,27 @@ def test_refusal_names_row_and_slot():
         group_rows([0, 7], 3)
 
 
-def test_equal_neighbouring_groups_run_in_place_as_one_batch():
-    (batch,) = group_rows([-1, 4, 4, 0, 0, 2, 2], 5).batches
-    assert batch.slots == (4, 0, 2) and batch.rows == slice(1, 7) and batch.padding_GM is None
+def test_equal_groups_side_by_side_run_in_place_as_one_batch():
+    (batch,) = group_rows([-1, 0, 0, 2, 2, 4, 4], 5).batches
+    assert batch.slots == (0, 2, 4) and batch.rows == slice(1, 7) and batch.padding_GM is None
+    (batch,) = group_rows([4] * 64 + [0] * 64, 5).batches
+    assert batch.slots == (4, 0) and batch.rows == slice(0, 128)
+
+
+def test_short_groups_out_of_order_are_read_in_order_of_slot():
+    (batch,) = group_rows([4, 4, 0, 0], 5).batches
+    assert batch.slots == (0, 4) and batch.rows.tolist() == [2, 3, 0, 1]
 
 
 def test_one_tall_group_is_not_padded_onto_the_short_ones():
-    batches = group_rows([0] * 500 + [1, 2, 3, 1], 4).batches
+    batches = group_rows([0, -1] * 50 + [1, 2, 3, 1], 4).batches
     assert [batch.slots for batch in batches] == [(0,), (1, 2, 3)]
-    assert batches[0].rows == slice(0, 500)
+
+
+def test_tall_neighbours_run_in_place_one_by_one():
+    batches = group_rows([0] * 100 + [1] * 90 + [2, 3] * 4, 4).batches
+    assert [(batch.slots, batch.height) for batch in batches] == [((0,), 100), ((1,), 90), ((2, 3), 4)]
+    assert [batch.rows for batch in batches[:2]] == [slice(0, 100), slice(100, 190)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -74,8 +86,12 @@ def test_groups_partition_the_rows(case):
         assert run is None or list(range(run.start, run.stop)) == rows
 
 
-@settings(max_examples=150, deadline=None)
-@given(rows_and_slots)
+run_lengths = st.lists(st.tuples(st.integers(-1, 8), st.sampled_from([1, 2, 3, 64, 65, 90])), max_size=8)
+rows_in_runs = run_lengths.map(lambda runs: ([slot for slot, length in runs for _ in range(length)], 9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_and_slots | rows_in_runs)
 def test_batches_hold_each_grouped_row_once_and_pad_with_own_rows(case):
     slot_of_row, num_slots = case
     groups = group_rows(slot_of_row, num_slots)
