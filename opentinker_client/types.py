@@ -19,7 +19,7 @@ from opentinker_client.arguments import record
 StopReason = Literal["stop", "length"]
 TensorDtype = Literal["float32", "int64"]
 LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
-_NUMPY = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
+_NUMPY: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
 
 
 @record

@@ -183,7 +183,7 @@ def sampling_params(value: types.SamplingParams) -> sampling_pb2.SamplingParams:
     if isinstance(stop, str):
         message.stop_texts.texts.append(stop)
     elif stop is not None:
-        rules = list(stop)
+        rules: list = list(stop)
         if rules and all(isinstance(rule, str) for rule in rules):
             message.stop_texts.texts.extend(rules)
         elif all(isinstance(rule, int | np.integer) for rule in rules):

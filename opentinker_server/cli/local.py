@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -21,16 +22,16 @@ SetOption = typer.Option(
 )
 
 
-def _load_config(file: Path | None, settings: list[str], flags: dict[str, object] | None = None):
+def _load_config(file: Path | None, settings: list[str], flags: dict[str, str] | None = None):
     from opentinker_server.config import ConfigError, load_config
 
-    overrides: dict[str, object] = {}
+    overrides: dict[str, str] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
             fail(f"--set takes SECTION.FIELD=VALUE, not {setting!r}", code=2)
         overrides[key] = value
-    overrides.update({key: value for key, value in (flags or {}).items() if value is not None})
+    overrides.update(flags or {})
     try:
         return load_config(file, overrides=overrides)
     except ConfigError as error:
@@ -93,7 +94,7 @@ def models_list(as_json: Annotated[bool, JsonOption] = False) -> None:
         {"name": m.name, "fetched": is_fetched(m.name, cache_dir=cache_dir), "description": m.description}
         for m in KNOWN_MODELS.values()
     ]
-    print_records(rows, {key: lambda row, key=key: row[key] for key in rows[0]}, as_json=as_json)
+    print_records(rows, {key: itemgetter(key) for key in rows[0]}, as_json=as_json)
 
 
 @models_app.command("fetch")

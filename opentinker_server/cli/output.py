@@ -111,5 +111,6 @@ def failures_as_one_line() -> Iterator[None]:
     try:
         yield
     except ot.OpenTinkerError as error:
-        request = f" (request {error.request_id})" if getattr(error, "request_id", None) else ""
+        request_id = getattr(error, "request_id", "")
+        request = f" (request {request_id})" if request_id else ""
         fail(f"{error}{request}".replace("[", r"\["))

@@ -43,12 +43,12 @@ class Operation:
 
     adapter_id: str
     seq_id: int
-    kind: int
+    kind: operation_pb2.OperationKind
     payload_sha256: bytes
     request_id: str
     run: Callable[[Operation], Awaitable[Message]]
     op_id: str = field(default_factory=lambda: new_id(OPERATION))
-    state: int = QUEUED
+    state: operation_pb2.OperationState = QUEUED
     created_at: float = field(default_factory=now)
     started_at: float | None = None
     ended_at: float | None = None
@@ -76,7 +76,7 @@ class Operation:
             self.result = result
             self._end(SUCCEEDED)
 
-    def fail(self, error: ServiceError, *, state: int = FAILED) -> None:
+    def fail(self, error: ServiceError, *, state: operation_pb2.OperationState = FAILED) -> None:
         """End without a result."""
         if self.state in ENDED:
             return
@@ -85,7 +85,7 @@ class Operation:
         self.error.request_id = self.request_id
         self._end(state)
 
-    def _end(self, state: int) -> None:
+    def _end(self, state: operation_pb2.OperationState) -> None:
         self.state, self.ended_at = state, now()
         self.ended.set()
 

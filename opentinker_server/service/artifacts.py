@@ -80,7 +80,7 @@ class Artifacts:
         if not row.directory:
             raise ServiceError(
                 "FAILED_PRECONDITION",
-                f"snapshot {row.adapter_id} version {row.version} lives in memory only; "
+                f"a snapshot of {row.adapter_id} without a name lives in memory only; "
                 "save one with a name to keep or export it",
             )
         return self.store.path(row.directory)

@@ -15,7 +15,7 @@ from opentinker_client.wire.v1 import datum_pb2, policy_pb2, tensor_pb2, trainin
 from opentinker_server.scheduler.errors import ServiceError
 from opentinker_server.training.loss_specs import LOSS_SPECS, LossSpec
 
-DTYPES = {
+DTYPES: dict[int, np.dtype] = {
     tensor_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
     tensor_pb2.DTYPE_INT64: np.dtype("<i8"),
     tensor_pb2.DTYPE_INT32: np.dtype("<i4"),

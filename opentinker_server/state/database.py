@@ -7,6 +7,7 @@ seconds since the epoch, in UTC.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from alembic import command
@@ -98,7 +99,7 @@ class Database:
         upgrade(self.engine)
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
 
-    def begin(self) -> Session:
+    def begin(self) -> AbstractContextManager[Session]:
         """A transaction as a context manager: committed at the end, rolled back by an exception."""
         return self._sessions.begin()
 

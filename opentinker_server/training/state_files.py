@@ -12,7 +12,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def content_hash(weights: LoraWeights) -> str:
     digest = hashlib.sha256(f"scale {weights.scale!r}\n".encode())
     for name, tensor in sorted(to_peft_tensors(weights.factors).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -214,7 +215,7 @@ def _check_same_kind(saved: _Saved, *, base: BaseModel, lora: LoraSettings) -> N
 
 
 def _read_tensors(
-    saved: _Saved, name: str, shapes: dict[str, tuple[int, ...]], base: BaseModel
+    saved: _Saved, name: str, shapes: Mapping[str, tuple[int, ...]], base: BaseModel
 ) -> dict[str, torch.Tensor]:
     """Exactly the float32 tensors of `shapes`, on the device of the base."""
     try:
@@ -290,14 +291,14 @@ def _write_rest(directory: Path, kind: str, *, base: BaseModel, adapter: LiveAda
     }
     _write(directory / STATE_FILE, _json(state))
     files = {}
-    for path in sorted(directory.iterdir()):
-        data = path.read_bytes()
-        files[path.name] = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-        _sync(path)
+    for name in sorted(_FILES[kind]):
+        data = (directory / name).read_bytes()
+        files[name] = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+        _sync(directory / name)
     manifest = _json({"format_version": FORMAT_VERSION, "files": files})
     _write(directory / MANIFEST_FILE, manifest)
     _sync(directory)
-    size_bytes = sum(entry["size_bytes"] for entry in files.values()) + len(manifest)
+    size_bytes = sum((directory / name).stat().st_size for name in files) + len(manifest)
     return size_bytes, hashlib.sha256(manifest).hexdigest()
 
 
@@ -309,9 +310,10 @@ def _all_or_nothing(directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         for path in directory.iterdir():
             path.unlink()
-        # safetensors reports the operating system's error as text only.
-        full = getattr(error, "errno", None) in _FULL or any(f"code: {code}," in str(error) for code in _FULL)
-        if not full:
+        # safetensors gives the operating system's error in its text only.
+        told = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        if number not in _FULL:
             raise
         raise TrainingError(
             "No space is left on the server's disk: nothing was saved, and the adapter is as it was. Delete "
