@@ -33,3 +33,11 @@ def chain_dir(cache_dir: Path) -> Path:
     from opentinker_server.models.testing import build_chain_model
 
     return build_chain_model(cache_dir / "chain")
+
+
+@pytest.fixture(scope="session")
+def model_cache() -> Path:
+    """The user's own cache, so that the real model is fetched once a machine: `make test` puts it there."""
+    from opentinker_server.config import load_config
+
+    return load_config().model.cache_dir
