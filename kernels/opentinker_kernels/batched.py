@@ -8,23 +8,14 @@ K input features, O output features.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from opentinker_kernels.grouping import RowBatch, RowGroups
-from opentinker_kernels.weights import SlotFactors, StackedSlots
+from opentinker_kernels.weights import BatchFactors, SlotFactors, StackedSlots, common_scale
 
 Weights = Sequence[SlotFactors | None] | StackedSlots
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BatchFactors:
-    A_GRK: torch.Tensor
-    B_GRO: torch.Tensor
-    scale: float | torch.Tensor
-    """[G, 1, 1] where the slots differ, at least float32: a scale is never rounded to a 16-bit dtype."""
 
 
 def add_delta_(out_NO: torch.Tensor, x_NK: torch.Tensor, weights: Weights, groups: RowGroups) -> None:
@@ -50,95 +41,61 @@ def add_delta_with_grad(
 
 def _batch_factors(
     weights: Weights, batch: RowBatch, *, dtype: torch.dtype, device: torch.device
-) -> _BatchFactors | None:
+) -> BatchFactors | None:
     """The batch's factors stacked in its order of slots; None where no slot of it has any."""
     if isinstance(weights, StackedSlots):
-        return _slots_of_stack(weights, batch, dtype=dtype, device=device)
+        return weights.read(batch, dtype=dtype)
     own_G = [weights[slot] for slot in batch.slots]
     present = [own for own in own_G if own is not None]
     if not present:
         return None
     if len(own_G) == 1:
-        return _BatchFactors(
-            A_GRK=present[0].A_RK.to(dtype)[None],
-            B_GRO=present[0].B_OR.to(dtype).t()[None],
-            scale=present[0].scale,
-        )
-    scale = _common_scale([own.scale if own is not None else None for own in own_G], dtype=dtype, device=device)
+        (own,) = present
+        return BatchFactors(A_GKR=own.A_RK.to(dtype).t(), B_GRO=own.B_OR.to(dtype).t(), scale=own.scale)
+    scale = common_scale([own.scale if own is not None else None for own in own_G], dtype=dtype, device=device)
     if len(present) == len(own_G) and len({own.A_RK.shape[0] for own in present}) == 1:
         A_GRK = torch.stack([own.A_RK for own in present]).to(dtype)
         B_GOR = torch.stack([own.B_OR for own in present]).to(dtype)
-        return _BatchFactors(A_GRK=A_GRK, B_GRO=B_GOR.transpose(1, 2), scale=scale)
-    max_rank = max(own.A_RK.shape[0] for own in present)
-    A_GRK = torch.zeros(len(own_G), max_rank, present[0].A_RK.shape[1], dtype=dtype, device=device)
-    B_GOR = torch.zeros(len(own_G), present[0].B_OR.shape[0], max_rank, dtype=dtype, device=device)
-    for g, own in enumerate(own_G):
-        if own is not None:
-            A_GRK[g, : own.A_RK.shape[0]] = own.A_RK
-            B_GOR[g, :, : own.A_RK.shape[0]] = own.B_OR
-    return _BatchFactors(A_GRK=A_GRK, B_GRO=B_GOR.transpose(1, 2), scale=scale)
-
-
-def _slots_of_stack(
-    stack: StackedSlots, batch: RowBatch, *, dtype: torch.dtype, device: torch.device
-) -> _BatchFactors | None:
-    rank = max(stack.ranks[slot] for slot in batch.slots)
-    if rank == 0:
-        return None
-    first, last = batch.slots[0], batch.slots[-1]
-    if batch.slots == tuple(range(first, last + 1)):
-        A_GRK, B_GRO = stack.A_SRK[first : last + 1], stack.B_SRO[first : last + 1]
     else:
-        A_GRK, B_GRO = stack.A_SRK.index_select(0, batch.slots_G), stack.B_SRO.index_select(0, batch.slots_G)
-    return _BatchFactors(
-        A_GRK=A_GRK[:, :rank].to(dtype),
-        B_GRO=B_GRO[:, :rank].to(dtype),
-        scale=_common_scale(
-            [stack.scales[slot] if stack.ranks[slot] else None for slot in batch.slots], dtype=dtype, device=device
-        ),
-    )
-
-
-def _common_scale(scales: list[float | None], *, dtype: torch.dtype, device: torch.device) -> float | torch.Tensor:
-    """One number where the slots agree; None stands for a slot without factors, which agrees with any."""
-    distinct = {scale for scale in scales if scale is not None}
-    if len(distinct) == 1:
-        return distinct.pop()
-    scale_dtype = torch.promote_types(dtype, torch.float32)
-    return torch.tensor([scale or 0.0 for scale in scales], dtype=scale_dtype, device=device)[:, None, None]
+        max_rank = max(own.A_RK.shape[0] for own in present)
+        A_GRK = torch.zeros(len(own_G), max_rank, present[0].A_RK.shape[1], dtype=dtype, device=device)
+        B_GOR = torch.zeros(len(own_G), present[0].B_OR.shape[0], max_rank, dtype=dtype, device=device)
+        for g, factors in enumerate(own_G):
+            if factors is not None:
+                A_GRK[g, : factors.A_RK.shape[0]] = factors.A_RK
+                B_GOR[g, :, : factors.A_RK.shape[0]] = factors.B_OR
+    return BatchFactors(A_GKR=A_GRK.transpose(1, 2), B_GRO=B_GOR.transpose(1, 2), scale=scale)
 
 
 def _take(rows_NF: torch.Tensor, batch: RowBatch) -> torch.Tensor:
-    """The batch's rows as [G, M, F]; a view where they lie in order."""
+    """The batch's rows as [G, M, F], [M, F] for one group; a view where they lie in order."""
     taken = rows_NF[batch.rows] if isinstance(batch.rows, slice) else rows_NF.index_select(0, batch.rows)
-    return taken.unflatten(0, (len(batch.slots), batch.height))
+    return taken if len(batch.slots) == 1 else taken.view(len(batch.slots), batch.height, -1)
 
 
-def _matmul(left_GMF: torch.Tensor, right_GFH: torch.Tensor) -> torch.Tensor:
-    if left_GMF.shape[0] == 1:
-        return (left_GMF[0] @ right_GFH[0])[None]
-    return torch.bmm(left_GMF, right_GFH)
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
 
 
-def _shrink(x_GMK: torch.Tensor, factors: _BatchFactors, batch: RowBatch) -> torch.Tensor:
+def _shrink(x_GMK: torch.Tensor, factors: BatchFactors, batch: RowBatch) -> torch.Tensor:
     """scale * x A^T [G, M, R], zero on padding: a padded row then adds nothing, forwards or backwards."""
-    return _masked_scale_(_matmul(x_GMK, factors.A_GRK.transpose(1, 2)), factors, batch)
+    return _masked_scale_(_matmul(x_GMK, factors.A_GKR), factors, batch)
 
 
-def _masked_scale_(h_GMR: torch.Tensor, factors: _BatchFactors, batch: RowBatch) -> torch.Tensor:
-    if batch.padding_GM is not None:
-        h_GMR.masked_fill_(batch.padding_GM[:, :, None], 0)
+def _masked_scale_(h_GMR: torch.Tensor, factors: BatchFactors, batch: RowBatch) -> torch.Tensor:
+    if batch.padding_GM1 is not None:
+        h_GMR.masked_fill_(batch.padding_GM1, 0)
     return h_GMR.mul_(factors.scale)
 
 
 def _scatter_add_(out_NF: torch.Tensor, h_GMR: torch.Tensor, right_GRF: torch.Tensor, batch: RowBatch) -> None:
     """out[rows] += h @ right, in place; the product is not materialised where the rows lie in order."""
     if not isinstance(batch.rows, slice):
-        out_NF.index_add_(0, batch.rows, _matmul(h_GMR, right_GRF).flatten(0, 1))
-    elif len(batch.slots) == 1:
-        out_NF[batch.rows].addmm_(h_GMR[0], right_GRF[0])
+        out_NF.index_add_(0, batch.rows, _matmul(h_GMR, right_GRF).view(len(batch.rows), -1))
+    elif h_GMR.dim() == 2:
+        out_NF[batch.rows].addmm_(h_GMR, right_GRF)
     else:
-        out_NF[batch.rows].unflatten(0, h_GMR.shape[:2]).baddbmm_(h_GMR, right_GRF)
+        out_NF[batch.rows].view(*h_GMR.shape[:2], -1).baddbmm_(h_GMR, right_GRF)
 
 
 class _GroupedDelta(torch.autograd.Function):
@@ -215,19 +172,22 @@ def _batch_backward(
     any_B = any(wanted.get(slot, (False, False))[1] for slot in batch.slots)
     dA_GRK = dB_GOR = None
     if any_B:
-        dB_GOR = _matmul(g_GMO.transpose(1, 2), h_GMR)
+        dB_GOR = _matmul(g_GMO.mT, h_GMR)
     if any_A or dx_NK is not None:
-        dh_GMR = _masked_scale_(_matmul(g_GMO, factors.B_GRO.transpose(1, 2)), factors, batch)
+        dh_GMR = _masked_scale_(_matmul(g_GMO, factors.B_GRO.mT), factors, batch)
         if any_A:
-            dA_GRK = _matmul(dh_GMR.transpose(1, 2), _take(x_NK, batch))
+            dA_GRK = _matmul(dh_GMR.mT, _take(x_NK, batch))
         if dx_NK is not None:
-            _scatter_add_(dx_NK, dh_GMR, factors.A_GRK, batch)
+            _scatter_add_(dx_NK, dh_GMR, factors.A_GKR.mT, batch)
+    single = len(batch.slots) == 1
     for g, slot in enumerate(batch.slots):
         own = weights[slot]
-        if own is not None:
-            rank = own.A_RK.shape[0]
-            want_A, want_B = wanted[slot]
-            grads[slot] = (
-                dA_GRK[g, :rank].to(own.A_RK.dtype) if want_A and dA_GRK is not None else None,
-                dB_GOR[g, :, :rank].to(own.B_OR.dtype) if want_B and dB_GOR is not None else None,
-            )
+        if own is None:
+            continue
+        rank = own.A_RK.shape[0]
+        dA = dB = None
+        if dA_GRK is not None and wanted[slot][0]:
+            dA = (dA_GRK if single else dA_GRK[g, :rank]).to(own.A_RK.dtype)
+        if dB_GOR is not None and wanted[slot][1]:
+            dB = (dB_GOR if single else dB_GOR[g, :, :rank]).to(own.B_OR.dtype)
+        grads[slot] = (dA, dB)

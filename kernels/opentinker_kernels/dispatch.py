@@ -35,15 +35,15 @@ def lora_delta_(out: torch.Tensor, x: torch.Tensor, weights: Weights, groups: Ro
         if isinstance(weights, StackedSlots):
             raise ValueError("StackedSlots are for inference; pass SlotFactors where gradients are needed")
         return add_delta_with_grad(out, x, weights, groups)
-    out_NO = out.detach().view(-1, out.shape[-1])
-    x_NK = x.detach().reshape(-1, x.shape[-1])
-    with torch.no_grad():
-        if isinstance(weights, StackedSlots) and _use_triton(out_NO, x_NK):
-            from opentinker_kernels import triton_kernels
+    # No input needs a gradient: in-place operations record nothing.
+    out_NO = out if out.dim() == 2 else out.view(-1, out.shape[-1])
+    x_NK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if isinstance(weights, StackedSlots) and x_NK.is_cuda and _triton_fits(out_NO, x_NK):
+        from opentinker_kernels import triton_kernels
 
-            triton_kernels.add_delta_(out_NO, x_NK, weights, groups)
-        else:
-            add_delta_(out_NO, x_NK, weights, groups)
+        triton_kernels.add_delta_(out_NO, x_NK, weights, groups)
+    else:
+        add_delta_(out_NO, x_NK, weights, groups)
     return out
 
 
@@ -58,14 +58,9 @@ def _needs_grad(out: torch.Tensor, x: torch.Tensor, weights: Weights, groups: Ro
     return any(own is not None and (own.A_RK.requires_grad or own.B_OR.requires_grad) for own in own_G)
 
 
-def _use_triton(out_NO: torch.Tensor, x_NK: torch.Tensor) -> bool:
-    return (
-        x_NK.is_cuda
-        and x_NK.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and x_NK.stride(-1) == 1
-        and out_NO.stride(-1) == 1
-        and _triton_installed()
-    )
+def _triton_fits(out_NO: torch.Tensor, x_NK: torch.Tensor) -> bool:
+    adjacent = x_NK.stride(1) == 1 and out_NO.stride(1) == 1
+    return adjacent and x_NK.dtype in (torch.float32, torch.float16, torch.bfloat16) and _triton_installed()
 
 
 @cache

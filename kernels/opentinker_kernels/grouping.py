@@ -25,13 +25,15 @@ class RowBatch:
     slots: tuple[int, ...]
     slots_G: torch.Tensor
     """`slots` as int64 [G], on the device of the groups."""
+    slots_ascend_by_one: bool
+    """The slots can be read from a stack as one slice."""
     height: int
     """Rows per slot, padding included."""
     rows: slice | torch.Tensor
     """Rows of the activation, `height` for each slot in turn: a slice if they already lie so, otherwise
     int64 [G * M]. A short group is padded with its own last row, so that no slot ever sees another's values."""
-    padding_GM: torch.Tensor | None
-    """bool [G, M], True on padding; None without any."""
+    padding_GM1: torch.Tensor | None
+    """bool [G, M, 1], True on padding; None without any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,9 +140,10 @@ class RowGroups:
         return RowBatch(
             slots=slots,
             slots_G=torch.tensor(slots, device=self.device),
+            slots_ascend_by_one=slots == tuple(range(slots[0], slots[0] + len(slots))),
             height=height,
             rows=self.row_order_P[position_GM.flatten().to(self.device)],
-            padding_GM=padding_GM.to(self.device) if padding_GM.any() else None,
+            padding_GM1=padding_GM[:, :, None].to(self.device) if padding_GM.any() else None,
         )
 
     def _side_by_side(self, members: list[int]) -> RowBatch | None:
@@ -163,9 +166,10 @@ class RowGroups:
         return RowBatch(
             slots=slots,
             slots_G=torch.tensor(slots, device=self.device),
+            slots_ascend_by_one=slots == tuple(range(slots[0], slots[0] + len(slots))),
             height=height,
             rows=slice(runs[0][0], runs[-1][1]),
-            padding_GM=None,
+            padding_GM1=None,
         )
 
     def tiles(self, block_rows: int) -> RowTiles:

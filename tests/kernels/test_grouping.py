@@ -52,7 +52,7 @@ def test_refusal_names_row_and_slot():
 
 def test_equal_groups_side_by_side_run_in_place_as_one_batch():
     (batch,) = group_rows([-1, 0, 0, 2, 2, 4, 4], 5).batches
-    assert batch.slots == (0, 2, 4) and batch.rows == slice(1, 7) and batch.padding_GM is None
+    assert batch.slots == (0, 2, 4) and batch.rows == slice(1, 7) and batch.padding_GM1 is None
     (batch,) = group_rows([4] * 64 + [0] * 64, 5).batches
     assert batch.slots == (4, 0) and batch.rows == slice(0, 128)
 
@@ -101,7 +101,9 @@ def test_batches_hold_each_grouped_row_once_and_pad_with_own_rows(case):
         rows_GM = rows_N.view(len(batch.slots), batch.height)
         for g, slot in enumerate(batch.slots):
             assert {slot_of_row[n] for n in rows_GM[g].tolist()} == {slot}
-        padding_GM = torch.zeros_like(rows_GM, dtype=torch.bool) if batch.padding_GM is None else batch.padding_GM
+        padding_GM = (
+            torch.zeros_like(rows_GM, dtype=torch.bool) if batch.padding_GM1 is None else batch.padding_GM1[..., 0]
+        )
         seen += rows_GM[~padding_GM].tolist()
     assert sorted(seen) == sorted(groups.row_order_P.tolist())
 

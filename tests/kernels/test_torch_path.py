@@ -96,6 +96,27 @@ def test_slot_of_lower_rank_keeps_nothing_of_its_last_owner():
     assert out.tolist() == [[4.0] * 5, [0.0] * 5]
 
 
+def test_a_slot_written_again_is_read_anew_alone_and_in_company():
+    stack = StackedSlots(num_slots=3, max_rank=2, in_features=4, out_features=5, dtype=torch.float32)
+    for slot_of_row in ([1], [0, 1], [1, 0, 2, 2, 0]):
+        groups = group_rows(slot_of_row, 3)
+        outs = []
+        for rank, scale in ((1, 1.0), (2, 3.0), (0, 7.0)):
+            stack.write(1, torch.ones(rank, 4), torch.ones(5, rank), scale=scale)
+            outs.append(lora_delta_(torch.zeros(len(slot_of_row), 5), torch.ones(len(slot_of_row), 4), stack, groups))
+        row = slot_of_row.index(1)
+        assert [out[row, 0].item() for out in outs] == [4.0, 24.0, 0.0]
+        assert all(out.sum() == 5 * out[row, 0] for out in outs)
+
+
+def test_stack_made_in_inference_mode_is_written_and_read_outside_it():
+    with torch.inference_mode():
+        stack = StackedSlots(num_slots=1, max_rank=2, in_features=4, out_features=5, dtype=torch.float32)
+        lora_delta_(torch.zeros(1, 5), torch.ones(1, 4), stack, group_rows([0], 1))
+    stack.write(0, torch.ones(2, 4, requires_grad=True), torch.ones(5, 2), scale=1.0)
+    assert lora_delta_(torch.zeros(1, 5), torch.ones(1, 4), stack, group_rows([0], 1)).eq(8).all()
+
+
 def test_factors_that_do_not_fit_are_refused_and_the_slot_keeps_its_own():
     stack = StackedSlots(num_slots=1, max_rank=2, in_features=4, out_features=5, dtype=torch.float32)
     stack.write(0, torch.ones(2, 4), torch.ones(5, 2), scale=1.0)
