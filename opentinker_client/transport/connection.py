@@ -77,6 +77,7 @@ class Link:
         self._reached = False
         self._tasks: set[asyncio.Task] = set()
         self.closed = False
+        self.finishing: asyncio.Task[None] | None = None
 
     def _open(self) -> grpc.aio.Channel:
         if self._channel is None:
@@ -343,11 +344,12 @@ def _finish(link: Link, thread: threading.Thread, pid: int) -> None:
         finally:
             link.loop.call_soon(link.loop.stop)
 
-    work = finish()
+    def begin() -> None:
+        link.finishing = link.loop.create_task(finish())
+
     try:
-        asyncio.run_coroutine_threadsafe(work, link.loop)
+        link.loop.call_soon_threadsafe(begin)
     except RuntimeError:  # the loop ended meanwhile
-        work.close()
         return
     if threading.current_thread() is not thread:
         thread.join(timeout=CLOSE_SECONDS + 1.0)
