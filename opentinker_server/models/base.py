@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from opentinker_server.models.attention import Attention, PackedCausalAttention
 from opentinker_server.models.lora import ForwardContext, LoraLinear, LoraRows
@@ -58,7 +58,7 @@ class BaseModel:
     """A causal language model, frozen, in eval mode. One thread uses it."""
 
     def __init__(
-        self, module: nn.Module, *, info: ModelInfo, config: PreTrainedConfig, context: ForwardContext
+        self, module: PreTrainedModel, *, info: ModelInfo, config: PreTrainedConfig, context: ForwardContext
     ) -> None:
         """Made by `load`; `module` has its adaptable linears replaced already."""
         self.module = module
@@ -167,13 +167,14 @@ def _attention_forward(
     **unused: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; hands the rows to the active Attention. Returns [1, N, H, D]."""
-    context: ForwardContext = module.opentinker_context
+    context, layer_idx = module.opentinker_context, module.layer_idx
+    assert isinstance(context, ForwardContext) and isinstance(layer_idx, int)
     assert context.attention is not None, "attention is called inside BaseModel.hidden_states only"
     if attention_mask is not None or s_aux is not None or dropout:
         raise ValueError("Attention masks, sinks and dropout are not supported on packed rows.")
-    context.attention_layers.append(module.layer_idx)
+    context.attention_layers.append(layer_idx)
     out_NHD = context.attention.attend(
-        module.layer_idx,
+        layer_idx,
         query_1HND[0].transpose(0, 1),
         key_1GND[0].transpose(0, 1),
         value_1GND[0].transpose(0, 1),
@@ -184,7 +185,7 @@ def _attention_forward(
     return out_NHD[None], None
 
 
-def adaptable_linears(module: nn.Module) -> dict[str, nn.Linear]:
+def adaptable_linears(module: PreTrainedModel) -> dict[str, nn.Linear]:
     """Module name -> linear layer that sees every packed row: attention, MLP (not routed experts), head."""
     head = module.get_output_embeddings()
     found = {}
@@ -206,20 +207,21 @@ def module_kind(name: str) -> str:
     return "mlp" if last in MLP_MODULES else "unembed"
 
 
-def _install(module: nn.Module, context: ForwardContext) -> None:
+def _install(module: PreTrainedModel, context: ForwardContext) -> None:
     for name, linear in adaptable_linears(module).items():
         parent_name, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent_name), attribute, LoraLinear(linear, name=name, context=context))
     for child in module.modules():
         if hasattr(child, "layer_idx"):
-            child.opentinker_context = context
+            # Not a submodule: a plain attribute that the attention function finds.
+            object.__setattr__(child, "opentinker_context", context)
 
 
 def _lora_linears(module: nn.Module) -> dict[str, LoraLinear]:
     return {name: child for name, child in module.named_modules() if isinstance(child, LoraLinear)}
 
 
-def _describe(module: nn.Module, config: PreTrainedConfig, *, source: ModelSource, tied_head: bool) -> ModelInfo:
+def _describe(module: PreTrainedModel, config: PreTrainedConfig, *, source: ModelSource, tied_head: bool) -> ModelInfo:
     text = config.get_text_config()
     kinds = {module_kind(name) for name in _lora_linears(module)}
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -241,7 +243,7 @@ def _describe(module: nn.Module, config: PreTrainedConfig, *, source: ModelSourc
     )
 
 
-def _eos_token_ids(module: nn.Module, config: PreTrainedConfig) -> tuple[int, ...]:
+def _eos_token_ids(module: PreTrainedModel, config: PreTrainedConfig) -> tuple[int, ...]:
     generation = getattr(module, "generation_config", None)
     ids = []
     for value in (getattr(generation, "eos_token_id", None), config.eos_token_id):

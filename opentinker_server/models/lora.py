@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from opentinker_kernels import RowGroups, SlotFactors, group_rows, lora_delta_
 from torch import Tensor, nn
 
 from opentinker_server.models.attention import Attention
@@ -30,34 +31,45 @@ class LoraWeights:
 
 @dataclass(frozen=True, eq=False)
 class LoraRows:
-    """Which adapter each row of the packed axis uses; rows in no group get the base model's output."""
+    """Which adapter each row of the packed axis uses; rows of none get the base model's output."""
 
-    groups: tuple[tuple[slice | Tensor, LoraWeights], ...]
-    """Disjoint row sets: all slices, in row order, or all int64 index tensors."""
+    adapters: tuple[LoraWeights, ...]
+    slot_of_row: tuple[int, ...]
+    """Index in `adapters` of each row's adapter, -1 for the base; rows after the last are the base's."""
+    _groups: dict[tuple[int, torch.device], RowGroups] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_segments(cls, segments: Iterable[tuple[int, int, LoraWeights | None]]) -> "LoraRows":
         """segments: (first row, row after the last, adapter or None for the base), not overlapping."""
-        groups: list[tuple[slice, LoraWeights]] = []
+        slots: dict[LoraWeights, int] = {}
+        slot_of_row: list[int] = []
         for start, end, weights in sorted(segments, key=lambda segment: segment[:2]):
-            if groups and start < groups[-1][0].stop:
+            if start < len(slot_of_row):
                 raise ValueError(f"Segment ({start}, {end}) overlaps the one before it.")
-            if weights is None or start == end:
-                continue
-            if groups and groups[-1][1] is weights and groups[-1][0].stop == start:
-                start = groups.pop()[0].start
-            groups.append((slice(start, end), weights))
-        return cls(groups=tuple(groups))
+            slot_of_row += [-1] * (start - len(slot_of_row))
+            slot = -1 if weights is None or start == end else slots.setdefault(weights, len(slots))
+            slot_of_row += [slot] * (end - start)
+        return cls(adapters=tuple(slots), slot_of_row=tuple(slot_of_row))
 
     @classmethod
-    def from_row_slots(cls, slots_N: Tensor, weights: Sequence[LoraWeights]) -> "LoraRows":
+    def from_row_slots(cls, slots_N: Tensor | Sequence[int], weights: Sequence[LoraWeights]) -> "LoraRows":
         """slots_N: int64 [N], the index in `weights` of each row's adapter; -1 for the base."""
-        groups = []
-        for slot, slot_weights in enumerate(weights):
-            rows = torch.nonzero(slots_N == slot).squeeze(1)
-            if len(rows):
-                groups.append((rows, slot_weights))
-        return cls(groups=tuple(groups))
+        slot_of_row = slots_N.tolist() if isinstance(slots_N, Tensor) else slots_N
+        return cls(adapters=tuple(weights), slot_of_row=tuple(slot_of_row))
+
+    def groups(self, num_rows: int, device: torch.device) -> RowGroups:
+        """The rows sorted by adapter, worked out once for all modules."""
+        key = (num_rows, device)
+        if key not in self._groups:
+            slots = list(self.slot_of_row) + [-1] * (num_rows - len(self.slot_of_row))
+            assert len(slots) == num_rows, f"adapters for {len(slots)} rows, {num_rows} rows"
+            self._groups[key] = group_rows(slots, len(self.adapters), device=device)
+        return self._groups[key]
+
+    def factors(self, name: str) -> list[SlotFactors | None]:
+        """The factors of module `name`, one entry per adapter."""
+        pairs = [(weights, weights.factors.get(name)) for weights in self.adapters]
+        return [pair and SlotFactors(A_RK=pair[0], B_OR=pair[1], scale=weights.scale) for weights, pair in pairs]
 
 
 @dataclass
@@ -86,52 +98,22 @@ class LoraLinear(nn.Module):
         self._context = context
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """[O, I], shared with the linear layer it stands for."""
         return self.base.weight
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> Tensor | None:
         """[O], shared likewise."""
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., I], whose leading axes flatten to the call's rows. Returns [..., O]."""
-        out = self.base(x)
         lora = self._context.lora
         if lora is None:
-            return out
-        out_NO = out.reshape(-1, out.shape[-1])
-        assert out_NO.shape[0] == self._context.num_rows, f"{self.name} does not see the packed rows"
-        return add_lora(out_NO, x.reshape(-1, x.shape[-1]), lora, self.name).reshape(out.shape)
-
-
-def add_lora(out_NO: Tensor, x_NI: Tensor, lora: LoraRows, name: str) -> Tensor:
-    """`out_NO` plus each row's adapter for the module `name`; differentiable in x, A and B, never in place."""
-    groups = [(rows, weights) for rows, weights in lora.groups if name in weights.factors]
-    if not groups:
-        return out_NO
-    if isinstance(groups[0][0], Tensor):
-        for rows, weights in groups:
-            delta = _shrink(x_NI[rows], weights, name) @ _cast(weights.factors[name][1], x_NI).T
-            out_NO = out_NO.index_add(0, rows, delta, alpha=weights.scale)
-        return out_NO
-    pieces = []
-    row = 0
-    for rows, weights in groups:
-        b_RO = _cast(weights.factors[name][1], x_NI).T
-        if rows.start > row:
-            pieces.append(out_NO[row : rows.start])
-        pieces.append(torch.addmm(out_NO[rows], _shrink(x_NI[rows], weights, name), b_RO, alpha=weights.scale))
-        row = rows.stop
-    if row < out_NO.shape[0]:
-        pieces.append(out_NO[row:])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _shrink(x_NI: Tensor, weights: LoraWeights, name: str) -> Tensor:
-    return x_NI @ _cast(weights.factors[name][0], x_NI).T
-
-
-def _cast(factor: Tensor, x: Tensor) -> Tensor:
-    return factor.to(x.dtype)
+            return self.base(x)
+        x_NI = x.reshape(-1, x.shape[-1])
+        num_rows = self._context.num_rows
+        assert x_NI.shape[0] == num_rows, f"{self.name} does not see the packed rows"
+        out_NO = lora_delta_(self.base(x_NI), x_NI, lora.factors(self.name), lora.groups(num_rows, x_NI.device))
+        return out_NO.view(*x.shape[:-1], -1)

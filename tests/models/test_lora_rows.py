@@ -120,10 +120,13 @@ def test_row_slots_have_the_gradients_of_segments(load_base, random_adapter):
         torch.testing.assert_close(slot_grad, segment_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_neighbouring_segments_of_one_adapter_are_joined():
+def test_rows_of_one_adapter_are_one_group_wherever_they_lie():
     one, two = LoraWeights(scale=1.0, factors={}), LoraWeights(scale=1.0, factors={})
-    rows = LoraRows.from_segments([(4, 6, one), (0, 2, one), (2, 4, one), (6, 6, two), (6, 7, two), (8, 9, None)])
-    assert [(group, weights is one) for group, weights in rows.groups] == [(slice(0, 6), True), (slice(6, 7), False)]
+    rows = LoraRows.from_segments([(4, 6, one), (0, 2, one), (2, 3, two), (3, 3, two), (7, 8, None)])
+    assert [weights is one for weights in rows.adapters] == [True, False]
+    assert rows.slot_of_row == (0, 0, 1, -1, 0, 0, -1, -1)
+    groups = rows.groups(9, torch.device("cpu"))
+    assert (groups.counts, groups.row_order_P.tolist()) == ((4, 1), [0, 1, 4, 5, 2])
 
 
 def test_overlapping_segments_are_refused():

