@@ -13,7 +13,8 @@ _NOT_CONFIGURATION = ("quantization_config", "_model_name_or_path", "model_type"
 def convert_gguf(gguf: Path, directory: Path) -> None:
     """Dequantise a llama-family GGUF file to bfloat16 safetensors and write its tokenizer beside them.
 
-    The weights keep the precision of the quantised file; bfloat16 only changes how they are stored.
+    Rounding to bfloat16 (2^-9 relative) is far below the step of a 4-bit weight. Raises ValueError when the file
+    does not hold a whole llama model.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -26,9 +27,10 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         "pad_token_id": tokenizer.pad_token_id,
     }
     model = LlamaForCausalLM(LlamaConfig(**{**settings, **ids}))
-    missing = model.load_state_dict(quantised.state_dict(), strict=False)
-    if missing.unexpected_keys or any(key != "lm_head.weight" for key in missing.missing_keys):
-        raise ValueError(f"{gguf.name} does not hold a whole llama model: {missing}")
+    loaded = model.load_state_dict(quantised.state_dict(), strict=False)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if loaded.unexpected_keys or set(loaded.missing_keys) - tied:
+        raise ValueError(f"{gguf.name} does not hold a whole llama model: {loaded}")
     model.tie_weights()
     for key, value in ids.items():
         setattr(model.generation_config, key, value)
