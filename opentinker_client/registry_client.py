@@ -159,7 +159,7 @@ class RegistryClient:
                 adapter_id, version = _adapter_of(tinker_path), tinker_path.rpartition("/")[2]
                 if not version.isdigit():
                     raise ValueError(f"{tinker_path!r} does not end in a snapshot version")
-                policy = requests.policy_pb2.PolicyRef(adapter_id=adapter_id, version=int(version))
+                policy = requests.PolicyRef(adapter_id=adapter_id, version=int(version))
                 request = registry.GetSnapshotRequest(policy=policy)
                 snapshot = (await link.call("registry", "GetSnapshot", request)).snapshot
                 adapter_request = registry.GetAdapterRequest(adapter_id=adapter_id)

@@ -169,7 +169,7 @@ def _with_seed(params: types.SamplingParams) -> types.SamplingParams:
 
 
 def _reconnect(address: str, sampler: bytes) -> SamplingClient:
-    message = responses.sampling_pb2.Sampler.FromString(sampler)
+    message = responses.Sampler.FromString(sampler)
     return SamplingClient(Connection(address), message, owned=False)
 
 

@@ -11,6 +11,7 @@ from opentinker_client.wire.v1 import datum_pb2, policy_pb2, registry_pb2, sampl
 
 AttachAdapterRequest = training_pb2.AttachAdapterRequest
 CreateAdapterRequest = training_pb2.CreateAdapterRequest
+PolicyRef = policy_pb2.PolicyRef
 LoadStateRequest = training_pb2.LoadStateRequest
 OptimStepRequest = training_pb2.OptimStepRequest
 PublishSnapshotRequest = training_pb2.PublishSnapshotRequest

@@ -22,6 +22,7 @@ from opentinker_client.wire.v1 import (
     tensor_pb2,
 )
 
+Sampler = sampling_pb2.Sampler
 _NUMPY: dict[int, tuple[np.dtype, types.TensorDtype]] = {
     tensor_pb2.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
     tensor_pb2.DTYPE_INT64: (np.dtype("<i8"), "int64"),
