@@ -66,6 +66,8 @@ def decode_tensor(tensor: tensor_pb2.Tensor) -> np.ndarray:
     """
     if tensor.dtype not in _NUMPY_DTYPES:
         raise ValueError("the tensor has no dtype")
+    if any(length < 0 for length in tensor.shape):
+        raise ValueError(f"the shape {list(tensor.shape)} has a negative length")
     values = _from_bytes(tensor.data, _NUMPY_DTYPES[tensor.dtype])
     if tensor.dtype == tensor_pb2.DTYPE_BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
