@@ -213,7 +213,10 @@ def _to_tensor(key: str, value: Any) -> TensorData:
         if dtype is None:
             known = ", ".join(INPUT_DTYPES)
             raise TypeError(f"loss_fn_inputs key {key!r} is a list; lists are accepted for {known}, arrays for any key")
-        value = np.asarray(value, dtype=np.float64 if dtype == "float32" else None)
+        try:
+            value = np.asarray(value, dtype=np.float64 if dtype == "float32" else None)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{key} does not convert to an array of numbers: {error}") from error
         if value.size == 0:
             value = value.astype(_NUMPY[dtype])
     array = _numeric(value, what=key)
