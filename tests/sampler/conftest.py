@@ -1,6 +1,6 @@
 """Models, adapters and a driver for engine tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +16,12 @@ from opentinker_server.sampler.engine import EngineConfig, SamplerEngine
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_threads() -> None:
-    torch.set_num_threads(2)
+def one_thread() -> Iterator[None]:
+    """The models are tiny; on a busy machine threads that wait for one another cost minutes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")
