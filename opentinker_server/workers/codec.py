@@ -137,6 +137,15 @@ def decode_sample(command: worker_pb2.Sample, *, task_id: int, info: ModelInfo) 
     prompt = _decode_tokens(request.prompt)
     if prompt is None:
         raise SamplingError("this model does not take images", reason="UNSUPPORTED", field="prompt")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= info.vocab_size:
+            raise SamplingError(
+                f"{name} must be from 0 to the vocabulary's {info.vocab_size}, got {getattr(request, name)}",
+                reason="INVALID_ARGUMENT",
+                field=name,
+                actual=getattr(request, name),
+                limit=info.vocab_size,
+            )
     return SampleTask(
         task_id=task_id,
         snapshot_key=command.snapshot_key,

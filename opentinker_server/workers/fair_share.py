@@ -7,7 +7,8 @@ class FairShare:
     """Divides a thread's time among names in proportion to their weights, whenever several have work.
 
     Each name has a virtual time, the seconds it was charged over its weight; the least goes next. A name that had
-    no work for a while goes on from the present virtual time, so that idleness earns no credit.
+    no work for a while goes on from the present virtual time, so that idleness earns no credit. When nobody has
+    work the differences are settled: nobody was kept waiting.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -30,6 +31,11 @@ class FairShare:
     def charge(self, name: str, seconds: float) -> None:
         """Accounts for time that a picked name used."""
         self._virtual[name] += seconds / self._weights.get(name, 1.0)
+
+    def rest(self) -> None:
+        """Says that no name has work now."""
+        self._clock = max(self._virtual.values(), default=self._clock)
+        self._had_work = frozenset()
 
     def forget(self, name: str) -> None:
         """Drops a name that does not come back."""

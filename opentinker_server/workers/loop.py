@@ -75,6 +75,7 @@ class WorkerLoop:
     def _receive(self) -> None:
         """Takes in what has arrived; waits when there is nothing else to do."""
         if not self._work():
+            self._shares.rest()
             self._accept(self._inbox.get())
         for _ in range(self._inbox.qsize()):
             self._accept(self._inbox.get_nowait())

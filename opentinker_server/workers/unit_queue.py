@@ -56,7 +56,7 @@ class UnitQueue:
         assert self._queues[item.queue][0] is item
         self._queues[item.queue].popleft()
         if not self._queues[item.queue]:
-            del self._queues[item.queue]
+            self._forget_queue(item.queue)
             if item.command.WhichOneof("command") == "drop_adapter":
                 self._shares.forget(item.queue)
 
@@ -67,7 +67,7 @@ class UnitQueue:
                 if item.command.command_id == command_id and item.units is None:
                     queue.remove(item)
                     if not queue:
-                        del self._queues[name]
+                        self._forget_queue(name)
                     return True
         return False
 
@@ -79,3 +79,8 @@ class UnitQueue:
                 item.units.close()
         self._queues.clear()
         return [item.command for item in items]
+
+    def _forget_queue(self, name: str) -> None:
+        del self._queues[name]
+        if not self._queues:
+            self._shares.rest()

@@ -222,6 +222,14 @@ def test_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
     assert (caught.value.reason, caught.value.actual, caught.value.limit) == ("CONTEXT_LENGTH", 101, 100)
 
 
+@pytest.mark.parametrize("name", ["topk_prompt_logprobs", "topk_sample_logprobs"])
+@pytest.mark.parametrize("k", [-1, 257])
+def test_more_likely_tokens_than_there_are_tokens_are_refused(name: str, k: int) -> None:
+    with pytest.raises(SamplingError) as caught:
+        decode_sample(**{name: k})
+    assert (caught.value.field, caught.value.actual, caught.value.limit) == (name, k, 256)
+
+
 def test_loss_configuration_is_numbers() -> None:
     assert codec.decode_loss_config({"beta": training_pb2.LossConfigValue(number=0.5)}) == {"beta": 0.5}
     with pytest.raises(TrainingError) as caught:

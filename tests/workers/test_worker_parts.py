@@ -136,6 +136,18 @@ def test_idleness_earns_no_credit() -> None:
     assert sorted(order) == ["a", "a", "a", "b", "b", "b"]
 
 
+def test_rest_settles_what_was_used_before() -> None:
+    shares = FairShare()
+    shares.charge(shares.pick(["a", "b"]), 1.0)
+    shares.charge(shares.pick(["a", "b"]), 100.0)
+    shares.rest()
+    order = []
+    for _ in range(6):
+        order.append(shares.pick(["a", "b"]))
+        shares.charge(order[-1], 1.0)
+    assert order == ["a", "b"] * 3
+
+
 def test_forgotten_name_starts_like_a_new_one() -> None:
     shares = FairShare()
     shares.charge(shares.pick(["a"]), 100.0)

@@ -234,6 +234,22 @@ def test_non_finite_gradient_refuses_the_step(driver) -> None:
     assert driver.call(driver.optim_step(adapter_id)).step == 1
 
 
+def test_weights_that_overflow_fail_their_samples_only(driver) -> None:
+    adapter_id = driver.new_adapter()
+    driver.call(driver.forward_backward(adapter_id, [driver.datum(range(8))]))
+    driver.call(driver.optim_step(adapter_id, learning_rate=1e36))
+    driver.publish(adapter_id, "overflown")
+
+    async def both() -> list[object]:
+        commands = driver.sample([1], key="overflown"), driver.sample([1], seed=1)
+        return await asyncio.gather(*map(driver.worker.call, commands), return_exceptions=True)
+
+    failed, other = driver.run(both())
+    assert isinstance(failed, WorkerError) and failed.error_info.reason == error_pb2.ERROR_REASON_NON_FINITE
+    alone = driver.call(driver.sample([1], seed=1))
+    assert tokens_of(other.sample.sequences[0]) == tokens_of(alone.sample.sequences[0])
+
+
 def test_step_that_breaks_off_loses_the_adapter_for_all_to_see(driver) -> None:
     adapter_id = driver.new_adapter()
     # 1 - beta1 ** t is 0: the division fails after the moments have changed.
