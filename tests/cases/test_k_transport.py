@@ -17,27 +17,27 @@ import opentinker_client as ot
 
 
 @pytest.mark.slow
-def test_tr1_a_call_above_four_mebibytes_is_one_gradient(t0_service: ot.ServiceClient) -> None:
+def test_tr1_a_call_above_four_mebibytes_is_one_gradient(bigram_service: ot.ServiceClient) -> None:
     """1,024 datums of 512 tokens with three fields: about 10 MiB in one logical call."""
     rng = np.random.default_rng(0)
     data = [
         datum(
-            rng.integers(0, 256, 512).tolist(),
-            rng.integers(0, 256, 512).tolist(),
-            logprobs=np.full(512, -5.5, np.float32),
+            rng.integers(0, 32, 512).tolist(),
+            rng.integers(0, 32, 512).tolist(),
+            logprobs=np.full(512, -3.5, np.float32),
             advantages=rng.choice([-1e-3, 1e-3], 512).astype(np.float32),
         )
         for _ in range(1024)
     ]
-    whole = t0_service.create_lora_training_client("t0", rank=2, seed=7).result()
-    parts = t0_service.create_lora_training_client("t0", rank=2, seed=7).result()
+    whole = bigram_service.create_lora_training_client("bigram", rank=2, seed=7).result()
+    parts = bigram_service.create_lora_training_client("bigram", rank=2, seed=7).result()
     total = whole.forward_backward(data, "importance_sampling").result().metrics["loss:sum"]
     sums = [
         parts.forward_backward(data[start : start + 128], "importance_sampling").result().metrics["loss:sum"]
         for start in range(0, 1024, 128)
     ]
     assert total == pytest.approx(sum(sums), rel=1e-3, abs=1e-3)
-    whole_gradient, parts_gradient = (b_factors(probe(t0_service, trainer)) for trainer in (whole, parts))
+    whole_gradient, parts_gradient = (b_factors(probe(bigram_service, trainer)) for trainer in (whole, parts))
     np.testing.assert_allclose(whole_gradient, parts_gradient, atol=1e-2 * np.abs(parts_gradient).max())
 
 
