@@ -1,8 +1,8 @@
 """Reinforcement learning, the whole loop on one page.
 
-Task: "What is 7 + 12? Reply with only the number." The small model knows many sums but not when to stop; it is paid
-for the right number, and most for nothing but the number. Rewards are compared inside a group of answers to the same
-question (group-relative advantages), and held-out questions are never trained on.
+Task: "What is 7 + 12? Keep it short." The small model knows many sums but rambles; it is paid for coming to an end
+with the right number. Rewards are compared inside a group of answers to the same question (group-relative advantages),
+and held-out questions are never trained on.
 
     python cookbook/rl_loop.py --base-url 127.0.0.1:8711 --steps 20
 
@@ -50,8 +50,8 @@ class Config:
     """Questions of a step."""
     group_size: int = 8
     """Answers to each question."""
-    max_tokens: int = 12
-    """Longest answer; one that reaches it is counted as truncated."""
+    max_tokens: int = 16
+    """Longest answer; one that reaches it is truncated: counted as such, and paid nothing."""
     largest: int = 20
     """Summands are 1 to this."""
     rank: int = 8
@@ -60,6 +60,10 @@ class Config:
     """Adam step size."""
     loss_fn: str = "importance_sampling"
     """importance_sampling, ppo, cispo, ..."""
+    token_mean: bool = False
+    """Divide advantages by the number of trained tokens, so that the loss is a mean over tokens."""
+    drop_truncated: bool = False
+    """Leave truncated answers out of the update, and out of the divisor."""
     eval_every: int = 5
     """Steps between looks at the held-out questions."""
     held_out: int = 32
@@ -68,23 +72,21 @@ class Config:
     """Of the adapter, the questions and the answers."""
 
 
-SYSTEM = "Reply with only the answer."
+SYSTEM = "You are a calculator."
 
 
 def problem(rng: random.Random, largest: int) -> tuple[str, str]:
     """A question and its answer."""
     a, b = rng.randint(1, largest), rng.randint(1, largest)
-    return f"What is {a} + {b}? Reply with only the number.", str(a + b)
+    return f"What is {a} + {b}? Keep it short.", str(a + b)
 
 
-def reward(reply: str, answer: str) -> float:
-    """1 for nothing but the answer; up to 0.4 for the answer among few words; 0.1 for another bare number."""
-    if reply == answer:
-        return 1.0
-    words = re.findall(r"\w+", reply)
-    if answer in words:
-        return 0.4 / len(words)
-    return 0.1 if reply.isdigit() else 0.0
+def reward(reply: str, answer: str, *, finished: bool) -> float:
+    """1 for an answer that came to its end with the right number last, 0.1 for one that only came to an end."""
+    if not finished:
+        return 0.0
+    numbers = re.findall(r"\d+", reply)
+    return 1.0 if numbers and numbers[-1] == answer else 0.1
 
 
 def group_advantages(rewards: list[float]) -> list[float]:
@@ -110,6 +112,17 @@ def policy_datum(prompt: list[int], sequence: ot.SampledSequence, advantage: flo
             "mask": [*pad, *([1.0] * action)],
         },
     )
+
+
+Answer = tuple[list[int], ot.SampledSequence, float]
+"""Prompt, what was sampled, and its advantage."""
+
+
+def policy_data(answers: list[Answer], *, token_mean: bool, drop_truncated: bool) -> list[ot.Datum]:
+    """Datums of one update. What is dropped leaves the divisor too."""
+    kept = [a for a in answers if not (drop_truncated and a[1].stop_reason == "length")]
+    divisor = sum(len(sequence.tokens) for _, sequence, _ in kept) if token_mean else 1
+    return [policy_datum(prompt, sequence, advantage / divisor) for prompt, sequence, advantage in kept]
 
 
 def main(config: Config) -> None:
@@ -138,16 +151,19 @@ def main(config: Config) -> None:
         return tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
 
     def evaluate(sampler: ot.SamplingClient) -> tuple[float, float, list[str]]:
-        """Mean reward, exact matches and replies of greedy answers to the held-out questions."""
+        """Mean reward, share of right answers, and texts of greedy answers to the held-out questions."""
         params = ot.SamplingParams(max_tokens=config.max_tokens, temperature=0)
         futures = [
             sampler.sample(ot.ModelInput.from_ints(encode(question)), num_samples=1, sampling_params=params)
             for question, _ in held
         ]
-        replies = [text_of(future.result().sequences[0]) for future in futures]
-        scores = [reward(reply, answer) for reply, (_, answer) in zip(replies, held, strict=True)]
-        exact = [reply == answer for reply, (_, answer) in zip(replies, held, strict=True)]
-        return sum(scores) / len(scores), sum(exact) / len(exact), replies
+        sequences = [future.result().sequences[0] for future in futures]
+        scores = [
+            reward(text_of(sequence), answer, finished=sequence.stop_reason == "stop")
+            for sequence, (_, answer) in zip(sequences, held, strict=True)
+        ]
+        right = sum(score == 1.0 for score in scores) / len(scores)
+        return sum(scores) / len(scores), right, [text_of(sequence) for sequence in sequences]
 
     history: list[dict[str, float]] = []
     replies_before: list[str] = []
@@ -159,10 +175,10 @@ def main(config: Config) -> None:
             # An immutable snapshot of the weights: every answer of this step is bound to it.
             sampler = trainer.save_weights_and_get_sampling_client().result()
             if step % config.eval_every == 0 or step == config.steps:
-                score, exact, replies = evaluate(sampler)
-                validation = (score, exact)
+                score, right, replies = evaluate(sampler)
+                validation = (score, right)
                 replies_before = replies_before or replies
-            record: dict[str, float] = {"step": step, "held_out_reward": validation[0], "held_out_exact": validation[1]}
+            record: dict[str, float] = {"step": step, "held_out_reward": validation[0], "held_out_right": validation[1]}
             if step < config.steps:
                 record |= train_step(config, step, trainer, sampler, rng, held_questions, encode, text_of)
                 progress.advance(task)
@@ -177,8 +193,8 @@ def main(config: Config) -> None:
         console.print(f"[bold]{question}[/] ({answer})\n  before {before!r}\n  after  {after!r}", highlight=False)
     first, last = history[0], history[-1]
     console.print(
-        f"held-out reward {first['held_out_reward']:.2f} -> {last['held_out_reward']:.2f}, exact "
-        f"{first['held_out_exact']:.2f} -> {last['held_out_exact']:.2f}; {run_dir}"
+        f"held-out reward {first['held_out_reward']:.2f} -> {last['held_out_reward']:.2f}, right "
+        f"{first['held_out_right']:.2f} -> {last['held_out_right']:.2f}; {run_dir}"
     )
     service.close().result()
 
@@ -196,26 +212,27 @@ def train_step(config, step, trainer, sampler, rng, held_questions, encode, text
         prompt = ot.ModelInput.from_ints(encode(question))
         futures.append(sampler.sample(prompt, num_samples=config.group_size, sampling_params=params))
 
-    data: list[ot.Datum] = []
+    answers: list[Answer] = []
     rewards: list[float] = []
     truncated = removed = 0
     for (question, answer), future in zip(problems, futures, strict=True):
         sequences = future.result().sequences
-        scores = [reward(text_of(sequence), answer) for sequence in sequences]
+        scores = [reward(text_of(s), answer, finished=s.stop_reason == "stop") for s in sequences]
         rewards += scores
         truncated += sum(sequence.stop_reason == "length" for sequence in sequences)
         advantages = group_advantages(scores)
         if not any(advantages):  # all answers scored alike: nothing to learn from
             removed += 1
             continue
-        data += [policy_datum(encode(question), s, a) for s, a in zip(sequences, advantages, strict=True)]
+        answers += [(encode(question), s, a) for s, a in zip(sequences, advantages, strict=True)]
+    data = policy_data(answers, token_mean=config.token_mean, drop_truncated=config.drop_truncated)
     record = {
         "reward": sum(rewards) / len(rewards),
         "truncated": truncated / len(rewards),
         "groups_removed": removed,
     }
     if not data:
-        console.print(f"step {step}: every group scored alike; no update")
+        console.print(f"warning: step {step} has nothing to learn from ({removed} groups scored alike); no update")
         return record
     result = trainer.forward_backward(data, config.loss_fn)
     stepped = trainer.optim_step(ot.AdamParams(learning_rate=config.learning_rate))  # sent at once, runs after it
@@ -226,8 +243,8 @@ def train_step(config, step, trainer, sampler, rng, held_questions, encode, text
 
 def show(history: list[dict[str, float]], progress: Progress) -> Table:
     """The live table: the last steps, above the progress bar."""
-    keys = ("reward", "held_out_reward", "held_out_exact", "truncated", "groups_removed")
-    table = Table("step", "reward", "held-out reward", "held-out exact", "truncated", "groups removed")
+    keys = ("reward", "held_out_reward", "held_out_right", "truncated", "groups_removed")
+    table = Table("step", "reward", "held-out reward", "held-out right", "truncated", "groups removed")
     for record in history[-8:]:
         cells = [record.get(key) for key in keys]
         table.add_row(str(record["step"]), *("-" if cell is None else f"{cell:.2f}" for cell in cells))
@@ -243,7 +260,7 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     curves = (
         ("reward", "training reward"),
         ("held_out_reward", "held-out reward"),
-        ("held_out_exact", "held-out exact"),
+        ("held_out_right", "held-out right"),
     )
     for key, label in curves:
         points = [(record["step"], record[key]) for record in history if key in record]
@@ -258,7 +275,11 @@ def parse(arguments: list[str]) -> Config:
     """Options from the command line; a misspelt one is refused with the nearest name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for item in fields(Config):
-        parser.add_argument(f"--{item.name.replace('_', '-')}", type=type(item.default), default=item.default)
+        option = f"--{item.name.replace('_', '-')}"
+        if isinstance(item.default, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=item.default)
+        else:
+            parser.add_argument(option, type=type(item.default), default=item.default)
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
         import difflib

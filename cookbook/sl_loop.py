@@ -50,6 +50,8 @@ class Config:
     """Rows of a step."""
     max_length: int = 128
     """Tokens of a row; longer rows are cut."""
+    prompt_tokens: int = 1
+    """Tokens at the head of a row that are given and not trained on."""
     rank: int = 8
     """LoRA rank."""
     learning_rate: float = 5e-4
@@ -127,8 +129,9 @@ def main(config: Config) -> None:
 
     rows = rows_of(tokenizer.encode(story(), add_special_tokens=False), config.max_length)
     train_rows, held_rows = rows[: -config.held_out_rows], rows[-config.held_out_rows :]
-    train = usable([supervised_datum(row[:1], row[1:], config.max_length) for row in train_rows], "training")
-    held = usable([supervised_datum(row[:1], row[1:], config.max_length) for row in held_rows], "held-out")
+    given = config.prompt_tokens
+    train = usable([supervised_datum(row[:given], row[given:], config.max_length) for row in train_rows], "training")
+    held = usable([supervised_datum(row[:given], row[given:], config.max_length) for row in held_rows], "held-out")
     console.print(f"{len(train)} training rows, {len(held)} held-out rows of {config.max_length} tokens")
 
     prompt = held_rows[0][:32]
