@@ -35,12 +35,12 @@ class TrainDatum:
 
         An absent `weights` or `mask` is all ones; an absent `sequence_ratio_mask` is the mask.
         """
-        values = self.inputs.get(name)
-        if values is None and name == "sequence_ratio_mask":
-            return self.entries("mask")
-        if values is None:
-            values = np.float32(_FALLBACK[name])
-        elif values.ndim < self.targets.ndim:
+        if name not in self.inputs:
+            if name == "sequence_ratio_mask":
+                return self.entries("mask")
+            return np.full(self.targets.size, _FALLBACK[name], dtype=np.float32)
+        values = self.inputs[name]
+        if values.ndim < self.targets.ndim:
             values = values[:, None]
         return np.ascontiguousarray(np.broadcast_to(values, self.targets.shape), dtype=np.float32).reshape(-1)
 

@@ -67,9 +67,10 @@ class Head:
         """Natural-log probabilities at temperature 1, float32 [M]; `rows_M` ascending, every row occurring."""
         parts = []
         for start in range(0, len(hidden_ND), self.chunk_rows):
-            chunk = torch.arange(start, min(start + self.chunk_rows, len(hidden_ND)), device=hidden_ND.device)
-            entries = _entries_of(chunk, rows_M)
-            logits_CV = self._logits(hidden_ND[chunk], chunk)
+            end = min(start + self.chunk_rows, len(hidden_ND))
+            entries = _entries_of(rows_M, start, end)
+            chunk = torch.arange(start, end, device=hidden_ND.device)
+            logits_CV = self._logits(hidden_ND[start:end], chunk)
             parts.append(_TargetLogprobs.apply(logits_CV, rows_M[entries] - start, targets_M[entries]))
         return torch.cat(parts)
 
@@ -88,19 +89,20 @@ class Head:
         """
         hidden_ND = hidden_ND.detach()
         grad_ND = torch.zeros_like(hidden_ND)
-        totals = [torch.zeros_like(parameter) for parameter in parameters]
-        live_rows = torch.unique(rows_M[grad_M != 0])
-        for chunk in live_rows.split(self.chunk_rows) if len(live_rows) else ():
-            entries = torch.isin(rows_M, chunk)
+        totals = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+        live_M = grad_M != 0
+        live_rows, places = torch.unique(rows_M[live_M], return_inverse=True)
+        targets, grads = targets_M[live_M], grad_M[live_M]
+        for start in range(0, len(live_rows), self.chunk_rows):
+            chunk = live_rows[start : start + self.chunk_rows]
+            entries = _entries_of(places, start, start + len(chunk))
             with torch.enable_grad():
                 hidden_CD = hidden_ND[chunk].requires_grad_()
                 logits_CV = self._logits(hidden_CD, chunk)
-                logprobs = _TargetLogprobs.apply(
-                    logits_CV, torch.searchsorted(chunk, rows_M[entries]), targets_M[entries]
-                )
-            grads = torch.autograd.grad(logprobs, [hidden_CD, *parameters], grad_M[entries], allow_unused=True)
-            grad_ND[chunk] = grads[0]
-            for total, grad in zip(totals, grads[1:], strict=True):
+                logprobs = _TargetLogprobs.apply(logits_CV, places[entries] - start, targets[entries])
+            found = torch.autograd.grad(logprobs, [hidden_CD, *parameters], grads[entries], allow_unused=True)
+            grad_ND[chunk] = found[0]
+            for total, grad in zip(totals, found[1:], strict=True):
                 if grad is not None:
                     total += grad
         return grad_ND, totals
@@ -117,7 +119,7 @@ class Head:
         return self.base.logits(hidden_CD, lora=LoraRows.from_segments(placed)).float()
 
 
-def _entries_of(chunk: torch.Tensor, rows_M: torch.Tensor) -> slice:
-    """The entries whose row lies between the first and last row of a contiguous chunk."""
-    start, end = torch.searchsorted(rows_M, torch.stack([chunk[0], chunk[-1] + 1])).tolist()
-    return slice(start, end)
+def _entries_of(rows_M: torch.Tensor, start: int, end: int) -> slice:
+    """The entries whose row, ascending, lies in [start, end)."""
+    bounds = torch.searchsorted(rows_M, torch.tensor([start, end], device=rows_M.device)).tolist()
+    return slice(bounds[0], bounds[1])

@@ -25,7 +25,7 @@ class MetricAccumulator:
 
     def result(self) -> dict[str, float]:
         """The reductions of `losses.METRICS`; a quantity that was never observed is left out."""
-        values = {}
+        values: dict[str, float] = {}
         for name, total in self._sums.items():
             reduced = {
                 "sum": total,
