@@ -22,9 +22,7 @@ TARGETS = {
 
 def _rewrite_imports(text: str) -> str:
     for source, target in TARGETS.items():
-        text = text.replace(
-            f"from {source.replace('/', '.')} import", f"from {target.replace('/', '.')} import"
-        )
+        text = text.replace(f"from {source.replace('/', '.')} import", f"from {target.replace('/', '.')} import")
     return text
 
 
