@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints/cpu.txt
 MODEL := smollm2-135m-instruct
 
-.PHONY: quickstart test test-fast serve lint proto bench clean
+.PHONY: quickstart test test-fast serve lint proto clean
 
 quickstart: $(STAMP)  ## fetch the small model, start a server, run both cookbook loops against it
 	$(BIN)/opentinker models fetch $(MODEL)
@@ -32,10 +32,6 @@ lint: $(STAMP)
 
 proto: $(STAMP)  ## regenerate the committed protobuf stubs
 	$(BIN)/python proto/generate.py
-
-bench: $(STAMP)  ## side-by-side measurements; writes benchmarks/results/
-	$(BIN)/python benchmarks/sampling.py
-	$(BIN)/python benchmarks/training.py
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

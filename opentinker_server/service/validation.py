@@ -218,6 +218,8 @@ def prompt_tokens(model_input: datum_pb2.ModelInput, model: ModelLimits) -> np.n
     return tokens
 
 
+MAX_ADAM_VALUE = 1e30
+"""Leaves room for the corrections of the first steps within float32."""
 ADAM_DEFAULTS = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -235,8 +237,8 @@ def complete_adam(adam: training_pb2.AdamParams) -> training_pb2.AdamParams:
     for name in ADAM_DEFAULTS:
         value = getattr(full, name)
         below_one = name in ("beta1", "beta2")
-        if not math.isfinite(value) or value < 0 or (below_one and value >= 1):
-            allowed = "in [0, 1)" if below_one else "finite and at least 0"
+        if not 0 <= value <= MAX_ADAM_VALUE or (below_one and value >= 1):
+            allowed = "in [0, 1)" if below_one else f"from 0 to {MAX_ADAM_VALUE:g}"
             raise ServiceError("INVALID_ARGUMENT", f"{name} is {value}; it must be {allowed}", field=name)
     return full
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -173,6 +174,22 @@ def test_streaming_gives_the_tokens_of_the_whole_answer(t0_service: ot.ServiceCl
     whole = sampler.sample(prompt, num_samples=1, sampling_params=settings).result().sequences[0]
     streamed = [t for delta in sampler.sample_stream(prompt, sampling_params=settings) for t in delta.tokens]
     assert streamed == list(whole.tokens)
+
+
+def test_a_pickled_sampling_client_gives_the_same_answers(t0_service: ot.ServiceClient) -> None:
+    sampler = t0_service.create_sampling_client(base_model="t0").result()
+    prompt, params = ot.ModelInput.from_ints([1, 2, 3]), ot.SamplingParams(max_tokens=6, seed=4)
+    here = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens
+    code = (
+        "import pickle, sys; import opentinker_client as ot\n"
+        "sampler = pickle.loads(sys.stdin.buffer.read())\n"
+        "params = ot.SamplingParams(max_tokens=6, seed=4)\n"
+        "answer = sampler.sample(ot.ModelInput.from_ints([1, 2, 3]), num_samples=1, sampling_params=params)\n"
+        "print(list(answer.result().sequences[0].tokens))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(sampler), capture_output=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.decode().strip() == str(list(here))
 
 
 def test_attach_takes_a_live_adapter_up_again(t0_address: str, tmp_path: Path) -> None:
