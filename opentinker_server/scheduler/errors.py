@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from opentinker_client.wire.v1 import error_pb2
 
+_INT64 = 2**63 - 1
+
 
 class ServiceError(Exception):
     """A refusal or failure, as clients see it.
@@ -29,9 +31,9 @@ class ServiceError(Exception):
             message=message,
             field=field,
             datum_index=datum_index,
-            expected=expected,
-            actual=actual,
-            limit=limit,
+            expected=_within_int64(expected),
+            actual=_within_int64(actual),
+            limit=_within_int64(limit),
         )
 
     @classmethod
@@ -45,3 +47,8 @@ class ServiceError(Exception):
     def reason(self) -> str:
         """Name of the ErrorReason without its prefix."""
         return error_pb2.ErrorReason.Name(self.info.reason).removeprefix("ERROR_REASON_")
+
+
+def _within_int64(value: int | None) -> int | None:
+    """Sizes that a request merely claims may be beyond what the wire carries."""
+    return None if value is None else max(-_INT64, min(value, _INT64))

@@ -87,6 +87,7 @@ class Operation:
 
     def _end(self, state: operation_pb2.OperationState) -> None:
         self.state, self.ended_at = state, now()
+        self.run = _has_ended  # what it closed over, such as the datums, is not kept with the result
         self.ended.set()
 
     def to_message(self) -> operation_pb2.Operation:
@@ -109,17 +110,37 @@ class Operation:
         return message
 
 
+async def _has_ended(operation: Operation) -> Message:
+    raise AssertionError(f"operation {operation.op_id} was run twice")
+
+
 class OperationStore:
     """All operations whose result is still kept."""
 
     def __init__(self, *, result_ttl_s: float):
         self._result_ttl_s = result_ttl_s
         self._by_id: dict[str, Operation] = {}
+        self._by_place: dict[tuple[str, int], Operation] = {}
+        self._closing = False
 
     def add(self, operation: Operation) -> Operation:
-        """Make it known."""
+        """Make it known. Raises ServiceError UNAVAILABLE once the server is stopping."""
+        if self._closing:
+            raise ServiceError("UNAVAILABLE", "the server is shutting down")
         self._by_id[operation.op_id] = operation
+        self._by_place[operation.adapter_id, operation.seq_id] = operation
         return operation
+
+    def close(self) -> None:
+        """Take no more operations."""
+        self._closing = True
+
+    def at(self, adapter_id: str, seq_id: int) -> Operation | None:
+        """The operation of that place in an adapter's order, whether the adapter is live or not."""
+        return self._by_place.get((adapter_id, seq_id))
+
+    def __contains__(self, operation: Operation) -> bool:
+        return operation.op_id in self._by_id
 
     def get(self, op_id: str) -> Operation:
         """Raises ServiceError NOT_FOUND."""
@@ -145,9 +166,11 @@ class OperationStore:
         """Those that have not ended."""
         return [operation for operation in self._by_id.values() if operation.state not in ENDED]
 
-    def sweep(self) -> None:
-        """Forget results whose time is up."""
+    def sweep(self) -> list[Operation]:
+        """Forget results whose time is up; returns them."""
         limit = now() - self._result_ttl_s
         old = [op for op in self._by_id.values() if op.ended_at is not None and op.ended_at < limit]
         for operation in old:
             del self._by_id[operation.op_id]
+            del self._by_place[operation.adapter_id, operation.seq_id]
+        return old

@@ -7,6 +7,7 @@ of these makes later ones wait, for a bounded time.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from opentinker_server.scheduler.operations import CANCELLED, QUEUED, Operation
 
 MAX_AHEAD = 100_000
 """How far a sequence id may lie beyond the next one."""
+MAX_BEHIND = 10_000
+"""How far back refused and given-up ids are told from those whose result is no longer kept."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,14 @@ class AdapterQueue:
         self._known: dict[int, Operation | _Refused | None] = {}
         """Every used id; None for one that the client gave up."""
         self._changed = asyncio.Event()
-        self._runner = asyncio.create_task(self._run(), name=f"queue {adapter_id}")
+        self._gap: int | None = None
+        self._gap_ends = 0.0
+        """When the missing id is given up, on the loop's clock."""
+        self._finished = False
+        # Of its own context: it outlives the request that made it, whose id must not mark what it logs.
+        self._runner = asyncio.get_running_loop().create_task(
+            self._run(), name=f"queue {adapter_id}", context=contextvars.Context()
+        )
 
     def find(self, seq_id: int, payload_sha256: bytes) -> Operation | None:
         """The operation that this request already is, if it is a repetition.
@@ -107,6 +117,7 @@ class AdapterQueue:
         if operation.state == QUEUED:
             error = ServiceError("CANCELLED", "cancelled before it began; nothing was applied")
             operation.fail(error, state=CANCELLED)
+            self._changed.set()
 
     def fail_all(self, error: ServiceError) -> None:
         """End everything that is queued."""
@@ -117,7 +128,18 @@ class AdapterQueue:
     def forget(self, operations: Iterable[Operation]) -> None:
         """Drop what the store no longer keeps; the ids stay used."""
         for operation in operations:
-            self._known.pop(operation.seq_id, None)
+            if operation.seq_id < self.next_seq_id:
+                self._known.pop(operation.seq_id, None)
+            else:  # it was cancelled while it waited
+                self._known[operation.seq_id] = None
+        oldest = self.next_seq_id - MAX_BEHIND
+        for seq_id in [s for s, e in self._known.items() if s < oldest and not isinstance(e, Operation)]:
+            del self._known[seq_id]
+
+    def finish(self) -> None:
+        """End once the operation that runs, such as the one that unloads the adapter, has ended."""
+        self._finished = True
+        self._changed.set()
 
     async def close(self) -> None:
         """Stop running operations; the one that runs is interrupted."""
@@ -125,7 +147,7 @@ class AdapterQueue:
         await asyncio.gather(self._runner, return_exceptions=True)
 
     async def _run(self) -> None:
-        while True:
+        while not self._finished:
             if self.next_seq_id in self._known:
                 entry = self._known[self.next_seq_id]
                 self.next_seq_id += 1
@@ -137,12 +159,19 @@ class AdapterQueue:
                         self.running = None
                 continue
             self._changed.clear()
-            gap = self.missing()
             try:
-                await asyncio.wait_for(self._changed.wait(), None if gap is None else self._gap_timeout_s)
+                await asyncio.wait_for(self._changed.wait(), self._until_gap_ends())
             except TimeoutError:
-                if gap is not None and gap not in self._known:
-                    self._skip(gap)
+                if self._gap is not None and self.missing() == self._gap:
+                    self._skip(self._gap)
+
+    def _until_gap_ends(self) -> float | None:
+        """Seconds left for the missing id, counted from when it was first missed; None when none is."""
+        clock = asyncio.get_running_loop().time()
+        gap = self.missing()
+        if gap != self._gap:
+            self._gap, self._gap_ends = gap, clock + self._gap_timeout_s
+        return None if gap is None else max(self._gap_ends - clock, 0.0)
 
     def _skip(self, gap: int) -> None:
         """Give up a missing id: what waited fails, naming it; the id counts as used from now on."""
