@@ -32,6 +32,7 @@ from opentinker_server.backends.base import Backend
 from opentinker_server.backends.local import LocalBackend
 from opentinker_server.config import Config
 from opentinker_server.logging_setup import set_up_logging
+from opentinker_server.scheduler.errors import ServiceError
 from opentinker_server.scheduler.operations import OperationStore
 from opentinker_server.service.adapters import Adapters
 from opentinker_server.service.artifacts import Artifacts
@@ -76,7 +77,11 @@ class Server:
         self.config = config
         self._store = ArtifactStore(config.server.state_dir)
         url = config.server.database_url or f"sqlite:///{config.server.state_dir / 'opentinker.db'}"
-        self._database = Database(url)
+        try:
+            self._database = Database(url)
+        except BaseException:
+            self._store.close()
+            raise
         self._worker = WorkerSupervisor(backend or LocalBackend(), worker_config(config))
         self._parts: _Parts | None = None
         self._background: set[asyncio.Task] = set()
@@ -84,13 +89,20 @@ class Server:
         """host:port, once started."""
 
     async def start(self) -> None:
-        """Load the base model and listen. Raises ServiceError when the worker cannot start."""
-        config, database, worker = self.config, self._database, self._worker
+        """Load the base model and listen; what was begun is ended when this fails.
+
+        Raises ServiceError when the worker cannot start, RuntimeError when the address cannot be listened on.
+        """
         try:
-            await worker.start()
+            await self._start()
         except BaseException:
+            await self._worker.stop()
             self._close_state()
             raise
+
+    async def _start(self) -> None:
+        config, database, worker = self.config, self._database, self._worker
+        await worker.start()
         ready = worker.ready
         model = ModelLimits(
             name=ready.base_model,
@@ -153,7 +165,7 @@ class Server:
         names = [module.DESCRIPTOR.services_by_name[name].full_name for name, module in SERVICES.items()]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], grpc_server)
 
-        host = config.server.host
+        host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
         port = grpc_server.add_insecure_port(f"{host}:{config.server.port}")
         await grpc_server.start()
         for name in ["", *names]:
@@ -167,7 +179,7 @@ class Server:
             artifacts=artifacts,
             operations=operations,
             samplers=samplers,
-            housekeeping=asyncio.create_task(self._keep_house(sessions, artifacts, operations, samplers)),
+            housekeeping=asyncio.create_task(self._keep_house(sessions, artifacts, training, samplers)),
         )
         logger.info("serving %s on %s", model.name, self.address)
 
@@ -180,12 +192,16 @@ class Server:
         parts.housekeeping.cancel()
         await parts.health.enter_graceful_shutdown()
         grace = self.config.server.shutdown_grace_s
+        parts.operations.close()
+        for queue in parts.adapters.queues.values():
+            queue.fail_all(ServiceError("UNAVAILABLE", "the server is shutting down"))
         running = [queue.running.ended.wait() for queue in parts.adapters.queues.values() if queue.running]
         if running:
             await asyncio.wait([asyncio.ensure_future(wait) for wait in running], timeout=grace)
         # Waits and streams that are open now are answered as they end, or cut after a second.
         await parts.grpc_server.stop(grace=min(grace, 1.0))
-        for queue in parts.adapters.queues.values():
+        await parts.sessions.stop()
+        for queue in list(parts.adapters.queues.values()):
             await queue.close()
         await self._worker.stop()
         self._close_state()
@@ -203,14 +219,14 @@ class Server:
             task.add_done_callback(self._background.discard)
 
     async def _keep_house(
-        self, sessions: Sessions, artifacts: Artifacts, operations: OperationStore, samplers: Samplers
+        self, sessions: Sessions, artifacts: Artifacts, training: TrainingService, samplers: Samplers
     ) -> None:
         """Ends expired sessions, deletes expired artifacts, forgets old results."""
         while True:
             await asyncio.sleep(self.config.scheduler.sweep_interval_s)
             try:
-                await sessions.expire()
-                operations.sweep()
+                sessions.expire()
+                training.forget_old()
                 for row in artifacts.expired():
                     artifacts.delete(row)
                     if isinstance(row, SnapshotRow):
@@ -247,7 +263,7 @@ def worker_config(config: Config) -> WorkerConfig:
 
 
 async def run_server(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends at once."""
+    """Serve until SIGINT or SIGTERM; a second one ends at once. Raises RuntimeError when it cannot start."""
     set_up_logging(config.logging)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -267,7 +283,10 @@ async def run_server(config: Config) -> None:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         return
-    await starting
+    try:
+        await starting
+    except ServiceError as error:
+        raise RuntimeError(str(error)) from error
     print(f"OpenTinker serves {config.model.name} on {server.address}", flush=True)
     await stopping
     await server.stop()

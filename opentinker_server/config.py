@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import os
 import textwrap
 import tomllib
@@ -239,6 +240,8 @@ def _convert(key: str, value: Any, source: str) -> Any:
         raise ConfigError(f"unknown setting {key} (from {source}){hint}")
     kind = types[name]
     try:
+        if not isinstance(value, str | int | float | Path):  # a table, list or date of the file
+            raise ValueError
         if kind is bool:
             return _to_bool(value)
         if kind is Path:
@@ -269,8 +272,8 @@ def _check_ranges(config: Config) -> None:
                 raise ConfigError(f"{key} (from {source}) must be one of {', '.join(CHOICES[key])}, got {value!r}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
-                raise ConfigError(f"{key} (from {source}) must be positive, got {value}")
+            if not math.isfinite(value) or value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
+                raise ConfigError(f"{key} (from {source}) must be positive and finite, got {value}")
     if config.server.host not in LOOPBACK and not config.server.allow_remote:
         raise ConfigError(
             f"server.host is {config.server.host}, which other machines may reach, and this server has no keys; "

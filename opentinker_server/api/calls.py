@@ -75,10 +75,12 @@ def streaming(method: Callable) -> Callable:
 
 
 def _begin(context: grpc.aio.ServicerContext) -> float:
-    """Binds the caller's request id when it sent a well-formed one, else a fresh one."""
+    """Binds the caller's request id when it sent a well-formed one, else a fresh one; the answer carries it."""
     sent = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
     well_formed = isinstance(sent, str) and _REQUEST_ID.fullmatch(sent)
-    _request_id.set(sent if well_formed else secrets.token_hex(8))
+    request_id = sent if well_formed else secrets.token_hex(8)
+    _request_id.set(request_id)
+    context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
     return time.monotonic()
 
 

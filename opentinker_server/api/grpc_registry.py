@@ -117,6 +117,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.ExportArtifactRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[registry_pb2.ExportArtifactResponse]:
         row = self._artifacts.find(request.uri)
+        if request.format not in registry_pb2.ExportFormat.values():
+            raise ServiceError("INVALID_ARGUMENT", f"format is {request.format}; PEFT or MERGED", field="format")
         merged = request.format == registry_pb2.EXPORT_FORMAT_MERGED
         async for part in files.export(row, merged, artifacts=self._artifacts, worker=self._worker):
             yield registry_pb2.ExportArtifactResponse(part=part)

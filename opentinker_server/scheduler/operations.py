@@ -172,5 +172,5 @@ class OperationStore:
         old = [op for op in self._by_id.values() if op.ended_at is not None and op.ended_at < limit]
         for operation in old:
             del self._by_id[operation.op_id]
-            del self._by_place[operation.adapter_id, operation.seq_id]
+            self._by_place.pop((operation.adapter_id, operation.seq_id), None)
         return old

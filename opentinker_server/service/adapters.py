@@ -127,6 +127,7 @@ class Adapters:
 
     def _newest_checkpoint(self, adapter_id: str) -> str | None:
         with self._database.begin() as transaction:
-            query = select(CheckpointRow.name).where(CheckpointRow.adapter_id == adapter_id)
+            kept = CheckpointRow.expires_at.is_(None) | (CheckpointRow.expires_at >= now())
+            query = select(CheckpointRow.name).where(CheckpointRow.adapter_id == adapter_id, kept)
             name = transaction.scalars(query.order_by(CheckpointRow.created_at.desc())).first()
         return None if name is None else str(CheckpointUri(adapter_id, name))

@@ -21,7 +21,7 @@ from opentinker_server.service.artifacts import Artifacts
 from opentinker_server.service.sessions import Sessions
 from opentinker_server.service.supervisor import WorkerSupervisor
 from opentinker_server.service.validation import ModelLimits, prompt_tokens
-from opentinker_server.state.database import CheckpointRow, SnapshotRow
+from opentinker_server.state.database import CheckpointRow, SnapshotRow, now
 from opentinker_server.state.names import SAMPLER, new_id
 from opentinker_server.workers.v1 import worker_pb2
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STOP_RULES = 64
 MAX_STOP_CHARS = 1024
+UNBOUND_SECONDS = 60.0
+"""How long a snapshot in memory waits at least for its first sampler when a newer version is published."""
 
 
 def snapshot_key(adapter_id: str, version: int) -> str:
@@ -41,6 +43,7 @@ class _Sampler:
     sampler_id: str
     session_id: str
     client_key: str
+    payload: bytes
     row: SnapshotRow | None
     message: sampling_pb2.Sampler
 
@@ -81,15 +84,19 @@ class Samplers:
 
     def create(self, request: sampling_pb2.CreateSamplerRequest) -> sampling_pb2.Sampler:
         """Bind a new sampler; repeating the client_key returns the same one."""
+        payload = request.SerializeToString(deterministic=True)
         known = self._samplers.get(self._by_client_key.get(request.client_key, ""))
         if known is not None:
+            if known.payload != payload:
+                raise ServiceError("SEQUENCE_CONFLICT", "client_key was used for another request", field="client_key")
             return known.message
         self._sessions.require(request.session_id)
         if not 8 <= len(request.client_key) <= 128:
             raise ServiceError("INVALID_ARGUMENT", "client_key must have 8 to 128 characters", field="client_key")
         row = self._target(request)
         sampler_id = new_id(SAMPLER)
-        sampler = _Sampler(sampler_id, request.session_id, request.client_key, row, self._message(sampler_id, row))
+        message = self._message(sampler_id, row)
+        sampler = _Sampler(sampler_id, request.session_id, request.client_key, payload, row, message)
         self._samplers[sampler_id] = sampler
         self._by_client_key[request.client_key] = sampler_id
         return sampler.message
@@ -178,18 +185,30 @@ class Samplers:
         self._held[snapshot_key(row.adapter_id, row.version)] = _Held(present=True)
         self._later(self.drop_unbound(row.adapter_id, below=row.version))
 
+    def withdraw(self, adapter_id: str, version: int) -> None:
+        """The worker took a snapshot that could not be recorded: its key must be free for the next attempt."""
+        key = snapshot_key(adapter_id, version)
+        self._held[key] = _Held(present=True)
+        self._later(self._drop(key))
+
     def worker_lost(self) -> None:
         """The worker died: it holds nothing any more."""
         self._held.clear()
         self._artifacts.forget_in_memory()
 
     async def drop_unbound(self, adapter_id: str, *, below: int | None = None) -> None:
-        """Forget snapshots of an adapter in the worker that no sampler is bound to."""
+        """Forget snapshots of an adapter in the worker that no sampler is bound to.
+
+        With `below`, older versions only, and of those in memory none that its publisher may be about to bind.
+        """
         for key in [key for key in self._held if key.startswith(f"{adapter_id}@")]:
             version = int(key.rpartition("@")[2])
             if below is None or version < below:
                 row = self._artifacts.snapshot(adapter_id, version)
-                if row is not None:
+                if row is None:
+                    continue
+                young = not row.directory and row.created_at > now() - UNBOUND_SECONDS
+                if below is None or not young:
                     await self._release(row)
 
     async def removed(self, row: SnapshotRow) -> None:

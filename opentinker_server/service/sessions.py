@@ -6,6 +6,7 @@ stays. A session that is not known here (after a restart) is over.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,6 +38,7 @@ class Sessions:
         """Told the id of each session that has ended."""
         self._database = database
         self._leases: dict[str, _Lease] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
 
     def create(self, client_key: str, user_metadata: Mapping[str, str]) -> str:
         """Id of the session with this key, which is made when it is new."""
@@ -72,20 +74,44 @@ class Sessions:
             )
 
     async def close(self, session_id: str) -> None:
-        """End a session; closing one that is over changes nothing."""
-        if self._leases.pop(session_id, None) is None:
-            return
-        with self._database.begin() as transaction:
-            transaction.execute(update(SessionRow).where(SessionRow.session_id == session_id).values(ended_at=now()))
-        for callback in self.on_end:
-            await callback(session_id)
+        """End a session and wait for what it owns to be released; closing one that is over changes nothing.
 
-    async def expire(self) -> None:
-        """End the sessions whose lease has run out."""
+        A caller that stops waiting does not stop the release, which waits for running operations.
+        """
+        if session_id in self._leases:
+            self._end(session_id)
+        ending = self._ending.get(session_id)
+        if ending is not None:
+            await asyncio.shield(ending)
+
+    def expire(self) -> None:
+        """End the sessions whose lease has run out; what they own is released in the background."""
         late = [session_id for session_id, lease in self._leases.items() if lease.ends < time.monotonic()]
         for session_id in late:
             logger.warning("session expired", extra={"session_id": session_id})
-            await self.close(session_id)
+            self._end(session_id)
+
+    async def stop(self) -> None:
+        """Stop releasing: the worker that holds it all is about to end."""
+        tasks = list(self._ending.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end(self, session_id: str) -> None:
+        with self._database.begin() as transaction:
+            transaction.execute(update(SessionRow).where(SessionRow.session_id == session_id).values(ended_at=now()))
+        del self._leases[session_id]
+        task = asyncio.create_task(self._release(session_id))
+        self._ending[session_id] = task
+        task.add_done_callback(lambda _: self._ending.pop(session_id))
+
+    async def _release(self, session_id: str) -> None:
+        for callback in self.on_end:
+            try:
+                await callback(session_id)
+            except Exception:
+                logger.exception("what a session owned was not released", extra={"session_id": session_id})
 
     def end_all_of_last_run(self) -> None:
         """At start: sessions of a server that stopped are over."""

@@ -7,6 +7,7 @@ while no worker is up fail with UNAVAILABLE.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -63,23 +64,25 @@ class WorkerSupervisor:
 
     async def call(self, command: worker_pb2.WorkerCommand) -> worker_pb2.WorkerReply:
         """One command and its final reply. Raises ServiceError."""
+        worker = self._current()
         try:
-            return await self._current().call(command)
+            return await worker.call(command)
         except WorkerError as error:
             raise ServiceError.of(error.error_info) from error
         except WorkerDied as error:
-            raise self._died() from error
+            raise self._died(worker, error.exit) from error
 
     async def stream(self, command: worker_pb2.WorkerCommand) -> AsyncIterator[worker_pb2.WorkerReply]:
         """The replies of one command as they come; closing the iteration cancels it. Raises ServiceError."""
-        replies = self._current().stream(command)
+        worker = self._current()
+        replies = worker.stream(command)
         try:
             async for reply in replies:
                 yield reply
         except WorkerError as error:
             raise ServiceError.of(error.error_info) from error
         except WorkerDied as error:
-            raise self._died() from error
+            raise self._died(worker, error.exit) from error
         finally:
             await replies.aclose()
 
@@ -88,15 +91,19 @@ class WorkerSupervisor:
             raise ServiceError("UNAVAILABLE", "the device worker is restarting; try again in some seconds")
         return self._worker
 
-    def _died(self) -> ServiceError:
+    def _died(self, worker: Worker, exit: WorkerExit) -> ServiceError:
+        """Whoever is told of the end first makes it known, so that nothing more is sent to what is gone."""
+        self._on_exit(worker, exit)
         return ServiceError("UNAVAILABLE", "the device worker died during the call; it is being restarted")
 
     async def _start_worker(self) -> None:
         worker = await self._backend.start_worker(self._config)
         self._worker, self._ready = worker, worker.ready
-        worker.on_exit(self._on_exit)
+        worker.on_exit(functools.partial(self._on_exit, worker))
 
-    def _on_exit(self, exit: WorkerExit) -> None:
+    def _on_exit(self, worker: Worker, exit: WorkerExit) -> None:
+        if self._worker is not worker:
+            return
         self._worker = None
         self.generation += 1
         if self._stopping:

@@ -80,6 +80,9 @@ class TrainingService:
             if known[0] != payload:
                 raise ServiceError("SEQUENCE_CONFLICT", "client_key was used for another request", field="client_key")
             return known[1]
+        earlier = self._adapters.by_client_key(request.client_key)
+        if earlier is not None:
+            return self._created_earlier(earlier, payload, request_id)
         self._sessions.require(request.session_id)
         if not 8 <= len(request.client_key) <= 128:
             raise ServiceError("INVALID_ARGUMENT", "client_key must have 8 to 128 characters", field="client_key")
@@ -112,16 +115,50 @@ class TrainingService:
                 adapter_id=row.adapter_id, lora=lora, directory=source, with_optimizer=request.with_optimizer
             )
             reply = await self._worker.call(worker_pb2.WorkerCommand(create_adapter=command))
-            row.step = reply.step
-            self._adapters.add(row)
+            try:
+                self._sessions.require(request.session_id)  # it may have ended meanwhile
+                row.step = reply.step
+                self._adapters.add(row)
+            except Exception:
+                await self._drop_live(row.adapter_id)
+                raise
             return self._adapters.message(row)
 
-        operation = Operation(row.adapter_id, 0, operation_pb2.OPERATION_KIND_CREATE_ADAPTER, payload, request_id, run)
-        self._creations[request.client_key] = (payload, self._operations.add(operation))
+        return self._start_creation(row.adapter_id, request.client_key, payload, request_id, run)
+
+    def _start_creation(self, adapter_id: str, client_key: str, payload: bytes, request_id: str, run: Run) -> Operation:
+        operation = Operation(adapter_id, 0, operation_pb2.OPERATION_KIND_CREATE_ADAPTER, payload, request_id, run)
+        self._creations[client_key] = (payload, self._operations.add(operation))
         task = asyncio.create_task(operation.execute())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return operation
+
+    def _created_earlier(self, row: AdapterRow, payload: bytes, request_id: str) -> Operation:
+        """The creation was done, and its operation is no longer kept or was that of a server before this one."""
+
+        async def run(operation: Operation) -> Message:
+            self._adapters.live(row.adapter_id)
+            return self._adapters.message(self._adapters.row(row.adapter_id))
+
+        return self._start_creation(row.adapter_id, row.client_key, payload, request_id, run)
+
+    async def _drop_live(self, adapter_id: str) -> None:
+        """The worker frees an adapter; a dead worker holds nothing."""
+        command = worker_pb2.DropAdapter(adapter_id=adapter_id)
+        try:
+            await self._worker.call(worker_pb2.WorkerCommand(drop_adapter=command))
+        except ServiceError as error:
+            if error.reason != "UNAVAILABLE":
+                raise
+
+    def forget_old(self) -> None:
+        """Let go of results whose time is up."""
+        for operation in self._operations.sweep():
+            queue = self._adapters.queues.get(operation.adapter_id)
+            if queue is not None:
+                queue.forget([operation])
+        self._creations = {key: made for key, made in self._creations.items() if made[1] in self._operations}
 
     def _source(self, request: training_pb2.CreateAdapterRequest) -> tuple[str, policy_pb2.LoraConfig]:
         """Directory to start from ("" for fresh weights) and the complete configuration."""
@@ -170,7 +207,7 @@ class TrainingService:
 
         def validate() -> None:
             spec = check_loss(header.loss_fn, header.loss_fn_config)
-            check_data(data, spec, self._model)
+            check_data(data, spec, self._model, max_dense_bytes=self._config.limits.max_call_bytes)
 
         async def run(operation: Operation) -> Message:
             command = worker_pb2.ForwardBackward(
@@ -264,6 +301,7 @@ class TrainingService:
             store = self._artifacts.store
             directory = store.new_directory() if request.name else None
             relative = ""
+            taken = False
             try:
                 command = worker_pb2.PublishSnapshot(
                     adapter_id=adapter_id,
@@ -271,25 +309,30 @@ class TrainingService:
                     directory="" if directory is None else str(directory),
                 )
                 reply = await self._worker.call(worker_pb2.WorkerCommand(publish_snapshot=command))
+                taken = True
                 if directory is not None:
                     relative = store.commit(directory, adapter_id=adapter_id, kind="snapshots")
+                row = SnapshotRow(
+                    adapter_id=adapter_id,
+                    version=version,
+                    name=request.name,
+                    directory=relative,
+                    step=reply.step,
+                    sha256=reply.saved.sha256,
+                    size_bytes=reply.saved.size_bytes,
+                    user_metadata=dict(request.user_metadata),
+                    created_at=now(),
+                    expires_at=expiry(_ttl(request), now=now()),
+                )
+                self._artifacts.add_snapshot(row)
             except BaseException:
                 if directory is not None:
                     store.discard(directory)
+                if relative:
+                    store.delete(relative)
+                if taken:
+                    self._samplers.withdraw(adapter_id, version)
                 raise
-            row = SnapshotRow(
-                adapter_id=adapter_id,
-                version=version,
-                name=request.name,
-                directory=relative,
-                step=reply.step,
-                sha256=reply.saved.sha256,
-                size_bytes=reply.saved.size_bytes,
-                user_metadata=dict(request.user_metadata),
-                created_at=now(),
-                expires_at=expiry(_ttl(request), now=now()),
-            )
-            self._artifacts.add_snapshot(row)
             self._samplers.published(row)
             self._adapters.touch(adapter_id)
             return snapshot_message(row, self._adapters.row(adapter_id))
@@ -359,24 +402,19 @@ class TrainingService:
         queue = self._adapters.remove_live(adapter_id, UNLOADED, self._adapters.not_live(row))
         if queue is None:
             return
+        queue.finish()
         running = queue.running
         if running is not None and running.kind != operation_pb2.OPERATION_KIND_UNLOAD_ADAPTER:
             await running.ended.wait()
-        try:
-            await self._worker.call(
-                worker_pb2.WorkerCommand(drop_adapter=worker_pb2.DropAdapter(adapter_id=adapter_id))
-            )
-        except ServiceError as error:
-            if error.reason != "UNAVAILABLE":  # a dead worker holds nothing
-                raise
+        await self._drop_live(adapter_id)
         await self._samplers.drop_unbound(adapter_id)
-        if running is None or running.kind != operation_pb2.OPERATION_KIND_UNLOAD_ADAPTER:
-            await queue.close()
 
     async def end_session(self, session_id: str) -> None:
         """Unload what an ended session owns."""
-        for adapter_id in self._adapters.of_session(session_id):
-            await self.unload(adapter_id)
+        unloads = [self.unload(adapter_id) for adapter_id in self._adapters.of_session(session_id)]
+        for result in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("an adapter was not unloaded", exc_info=result)
 
     def explain(self, op_id: str) -> operation_pb2.ExplainOperationResponse:
         """Why an operation has not ended."""
@@ -418,6 +456,10 @@ class TrainingService:
         validate: Callable[[], Awaitable[None]],
         run: Run,
     ) -> Operation:
+        if sequence.adapter_id not in self._adapters.queues:
+            ended = self._operations.at(sequence.adapter_id, sequence.seq_id)
+            if ended is not None and ended.payload_sha256 == payload:  # the answer was lost, then the live state
+                return ended
         queue = self._adapters.live(sequence.adapter_id)
         queue.abandon(sequence.abandoned_seq_ids)
         known = queue.find(sequence.seq_id, payload)
@@ -428,15 +470,31 @@ class TrainingService:
         except ServiceError as error:
             queue.refuse(sequence.seq_id, payload, error)
             raise
+        except Exception:  # a fault of the check itself must not make the next call wait
+            queue.refuse(sequence.seq_id, payload, ServiceError("INTERNAL", "the request could not be checked"))
+            raise
         # The same request may have been taken, or the adapter unloaded, while this one was validated.
         queue = self._adapters.live(sequence.adapter_id)
         known = queue.find(sequence.seq_id, payload)
         if known is not None:
             return known
         number = operation_pb2.OperationKind.Value(f"OPERATION_KIND_{kind}")
-        operation = Operation(sequence.adapter_id, sequence.seq_id, number, payload, request_id, run)
+        operation = Operation(sequence.adapter_id, sequence.seq_id, number, payload, request_id, self._telling(run))
         queue.submit(self._operations.add(operation))
         return operation
+
+    def _telling(self, run: Run) -> Run:
+        """`run`, whose failure by the worker's death says what became of the adapter."""
+
+        async def told(operation: Operation) -> Message:
+            try:
+                return await run(operation)
+            except ServiceError as error:
+                if error.reason == "UNAVAILABLE" and operation.adapter_id not in self._adapters.queues:
+                    raise self._adapters.not_live(self._adapters.row(operation.adapter_id)) from error
+                raise
+
+        return told
 
     def refuse_stream(self, header: training_pb2.ForwardBackwardHeader, error: ServiceError) -> None:
         """A stream whose header was readable broke a rule: its sequence id is used up."""

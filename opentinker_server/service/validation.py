@@ -69,10 +69,25 @@ def check_loss(loss_fn: str, config: Mapping[str, training_pb2.LossConfigValue])
     return spec
 
 
-def check_data(data: Sequence[datum_pb2.Datum], spec: LossSpec, model: ModelLimits) -> None:
-    """Raises ServiceError for the first malformed datum, naming its index."""
+def check_data(
+    data: Sequence[datum_pb2.Datum], spec: LossSpec, model: ModelLimits, *, max_dense_bytes: int = 2**30
+) -> None:
+    """Raises ServiceError for the first malformed datum, naming its index.
+
+    Sparse tensors are made dense by the worker: those of one call may take `max_dense_bytes` in all.
+    """
     if not data:
         raise ServiceError("INVALID_DATUM", "data is empty: there is nothing to compute", field="data")
+    dense_bytes = sum(_dense_bytes(datum) for datum in data)
+    if dense_bytes > max_dense_bytes:
+        raise ServiceError(
+            "LIMIT_EXCEEDED",
+            f"the sparse tensors of the call take {dense_bytes} bytes when dense, more than {max_dense_bytes}; send it "
+            "as several calls",
+            field="data",
+            limit=max_dense_bytes,
+            actual=dense_bytes,
+        )
     for index, datum in enumerate(data):
         try:
             _check_datum(datum, spec, model)
@@ -81,6 +96,11 @@ def check_data(data: Sequence[datum_pb2.Datum], spec: LossSpec, model: ModelLimi
             error.info.message = f"datum {index}: {error.info.message}"
             error.args = (error.info.message,)
             raise
+
+
+def _dense_bytes(datum: datum_pb2.Datum) -> int:
+    tensors = [getattr(datum, key) for key in TYPED_KEYS] + list(datum.extras.values())
+    return sum(8 * math.prod(max(axis, 0) for axis in tensor.shape) for tensor in tensors if tensor.HasField("csr"))
 
 
 def _refuse(message: str, *, field: str, expected: int | None = None, actual: int | None = None) -> ServiceError:
@@ -99,6 +119,14 @@ def _check_datum(datum: datum_pb2.Datum, spec: LossSpec, model: ModelLimits) -> 
         )
     if not datum.HasField("target_tokens"):
         raise _refuse("target_tokens is missing", field="target_tokens")
+    columns = datum.target_tokens.shape[1] if len(datum.target_tokens.shape) == 2 else 1
+    if columns > model.vocab_size:
+        raise _refuse(
+            f"target_tokens has {columns} targets a row, the vocabulary of {model.name} has {model.vocab_size}",
+            field="target_tokens",
+            expected=model.vocab_size,
+            actual=columns,
+        )
     targets = array(datum.target_tokens, key="target_tokens")
     if targets.dtype.kind != "i":
         raise _refuse("target_tokens must be int64, got float32", field="target_tokens")
@@ -123,20 +151,21 @@ def _check_datum(datum: datum_pb2.Datum, spec: LossSpec, model: ModelLimits) -> 
         if key not in spec.required and key not in spec.optional:
             takes = ", ".join(sorted(spec.required | spec.optional))
             raise _refuse(f"unknown key {key!r}; {spec.name} takes {takes}", field=key)
-        _check_values(array(tensor, key=key), targets.shape, key=key)
+        _check_values(tensor, targets.shape, key=key)
 
 
-def _check_values(values: np.ndarray, shape: tuple[int, ...], *, key: str) -> None:
+def _check_values(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], *, key: str) -> None:
+    wanted = shape if key in ("weights", "mask") else shape[:1]
+    if tuple(tensor.shape) != wanted:  # before a sparse tensor is made dense
+        raise _refuse(
+            f"{key} has shape {list(tensor.shape)}, target_tokens needs {list(wanted)}",
+            field=key,
+            expected=math.prod(wanted),
+            actual=math.prod(tensor.shape),
+        )
+    values = array(tensor, key=key)
     if values.dtype.kind != "f":
         raise _refuse(f"{key} must be float32, got int", field=key)
-    wanted = shape if key in ("weights", "mask") else shape[:1]
-    if values.shape != wanted:
-        raise _refuse(
-            f"{key} has shape {list(values.shape)}, target_tokens needs {list(wanted)}",
-            field=key,
-            expected=int(np.prod(wanted)),
-            actual=int(values.size),
-        )
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise _refuse(f"{key} is not finite at index {int(bad[0])} ({values.ravel()[bad[0]]})", field=key)
@@ -220,6 +249,8 @@ def prompt_tokens(model_input: datum_pb2.ModelInput, model: ModelLimits) -> np.n
 
 MAX_ADAM_VALUE = 1e30
 """Leaves room for the corrections of the first steps within float32."""
+MIN_EPS = 1e-30
+"""Weights without a gradient are divided by it alone: it must not be zero in float32."""
 ADAM_DEFAULTS = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -237,8 +268,9 @@ def complete_adam(adam: training_pb2.AdamParams) -> training_pb2.AdamParams:
     for name in ADAM_DEFAULTS:
         value = getattr(full, name)
         below_one = name in ("beta1", "beta2")
-        if not 0 <= value <= MAX_ADAM_VALUE or (below_one and value >= 1):
-            allowed = "in [0, 1)" if below_one else f"from 0 to {MAX_ADAM_VALUE:g}"
+        least = MIN_EPS if name == "eps" else 0
+        if not least <= value <= MAX_ADAM_VALUE or (below_one and value >= 1):
+            allowed = "in [0, 1)" if below_one else f"from {least:g} to {MAX_ADAM_VALUE:g}"
             raise ServiceError("INVALID_ARGUMENT", f"{name} is {value}; it must be {allowed}", field=name)
     return full
 
