@@ -51,6 +51,10 @@ class RawClient:
         request = session_pb2.CreateSessionRequest(client_key=self.key())
         self.session_id: str = self.sessions.CreateSession(request).session_id
 
+    def beat(self) -> float:
+        """Renews the lease; returns its seconds."""
+        return self.sessions.Heartbeat(session_pb2.HeartbeatRequest(session_id=self.session_id)).lease_s
+
     @staticmethod
     def key() -> str:
         """A fresh client_key."""
