@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 600
+MAX_FIELD_CHARS = 100
 _LOGGED_REASONS = {"INTERNAL", "CORRUPT_DATA", "DISK_FULL"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
@@ -93,6 +95,9 @@ def _as_service_error(name: str, error: Exception) -> ServiceError:
 
 async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
     error.info.request_id = current_request_id()
+    # Trailing metadata is limited to some KiB: what the caller sent may be longer than an answer can repeat.
+    error.info.message = _shortened(error.info.message, MAX_MESSAGE_CHARS)
+    error.info.field = _shortened(error.info.field, MAX_FIELD_CHARS)
     code = getattr(grpc.StatusCode, STATUS_OF_REASON[error.reason])
     if error.reason in _LOGGED_REASONS:
         logger.error("%s: %s", error.reason, error)
@@ -101,6 +106,10 @@ async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None
     status = error_pb2.ErrorStatus(code=code.value[0], message=error.info.message, details=[detail])
     metadata = ((DETAILS_KEY, status.SerializeToString()), (REQUEST_ID_KEY, error.info.request_id))
     await context.abort(code, error.info.message, trailing_metadata=metadata)
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _log(name: str, context: grpc.aio.ServicerContext, started: float) -> None:

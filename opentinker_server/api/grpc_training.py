@@ -69,7 +69,9 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
                 expected=header.num_datums,
                 actual=len(data),
             )
-            self._service.refuse_stream(header, mismatch)
+            # Fewer may be a stream that was cut: its id stays free, so that the whole call can be sent again.
+            if len(data) > header.num_datums:
+                self._service.refuse_stream(header, mismatch)
             raise mismatch
         return header, data
 

@@ -192,8 +192,8 @@ def array(tensor: tensor_pb2.Tensor, *, key: str) -> np.ndarray:
         name = tensor_pb2.Dtype.Name(tensor.dtype) if tensor.dtype in tensor_pb2.Dtype.values() else tensor.dtype
         raise _refuse(f"{key} has element type {name}; float32, int64 and int32 are accepted", field=key)
     shape = tuple(tensor.shape)
-    if any(axis < 0 for axis in shape) or len(shape) > 2:
-        raise _refuse(f"{key} has shape {list(shape)}; one or two axes are accepted", field=key)
+    if len(shape) > 2 or any(not 0 <= axis < 2**31 for axis in shape):
+        raise _refuse(f"{key} has shape {list(shape)[:4]}; one or two axes below 2^31 are accepted", field=key)
     if tensor.HasField("csr"):
         return _dense(tensor, shape, dtype, key=key)
     needed = math.prod(shape) * dtype.itemsize

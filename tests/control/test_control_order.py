@@ -78,12 +78,21 @@ def test_a_refused_id_is_used_and_its_repetition_gets_the_same_refusal(raw, refu
     assert raw.ended(raw.optim_step(raw.place(adapter_id, 2))).state == SUCCEEDED  # a gap would have failed it
 
 
-@pytest.mark.parametrize("fault", ["too few", "too many", "second header", "nothing", "huge shape"])
+def test_a_stream_that_was_cut_leaves_its_id_free_for_the_whole_call(raw, refused) -> None:
+    place = raw.place(raw.adapter(), 1)
+    data = [raw.datum(), raw.datum(seed=1)]
+    with refused("INVALID_ARGUMENT"):
+        raw.training.ForwardBackward(iter(list(raw.stream(place, data, num_datums=3))))
+    whole = raw.training.ForwardBackward(iter(list(raw.stream(place, data)))).operation
+    assert raw.ended(whole).state == SUCCEEDED
+
+
+@pytest.mark.parametrize("fault", ["too many", "second header", "nothing", "huge shape"])
 def test_a_malformed_stream_uses_its_id_too(raw, refused, fault: str) -> None:
     adapter_id = raw.adapter()
     place = raw.place(adapter_id, 1)
     data = [raw.datum(), raw.datum(seed=1)]
-    messages = list(raw.stream(place, data, num_datums={"too few": 3, "too many": 1}.get(fault)))
+    messages = list(raw.stream(place, data, num_datums={"too many": 1}.get(fault)))
     reason = "INVALID_ARGUMENT"
     if fault == "second header":
         messages.append(messages[0])
