@@ -7,78 +7,65 @@ python cookbook/quickstart.py --steps 2    # a quick look
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RECIPES = ("sl", "rl")
 
 
-@contextmanager
-def running_server(folder: Path, base_model: str) -> Iterator[str]:
-    """`opentinker serve` with SQLite and one local worker on a free loopback port; yields its address.
+def start_server(run_dir: Path, model: str) -> tuple[subprocess.Popen[str], str]:
+    """`opentinker serve` on a free loopback port; returns the process and its address once it serves."""
+    command = [str(Path(sys.executable).with_name("opentinker")), "serve", "--port", "0", "--model", model]
+    command += ["--state-dir", str(run_dir / "state")]
+    with (run_dir / "server.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " serves " in line:
+            return process, line.split(" on ")[-1].strip()
+    sys.exit(f"error: the server did not start; see {run_dir / 'server.log'}")
 
-    It is stopped by its own process id, whatever happens in between. Raises RuntimeError when it does not start.
-    """
-    command = [str(Path(sys.executable).with_name("opentinker")), "serve", "--port", "0", "--model", base_model]
-    command += ["--state-dir", str(folder / "state")]
-    with (folder / "server.log").open("w") as log:
-        # A group of its own: Ctrl-C reaches the recipe first, and the server when the recipe has closed its session.
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-    try:
-        assert server.stdout is not None
-        # The line comes once the model is loaded and calls are answered; the pipe ends when the server does.
-        serving = next((line for line in server.stdout if " serves " in line), None)
-        if serving is None:
-            raise RuntimeError(f"the server did not start; see {folder / 'server.log'}")
-        yield serving.split(" on ")[-1].strip()
-    finally:
-        server.terminate()
+
+def stop_server(process: subprocess.Popen[str]) -> None:
+    """By its own process id, whatever happened."""
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGTERM)
         try:
-            server.wait(timeout=60)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
-    """Ends with a non-zero code when a part of it fails."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="steps of each loop, instead of their defaults")
     parser.add_argument("--base-model", default="smollm2-135m-instruct")
     parser.add_argument("--run-dir", type=Path, default=Path(f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}"))
     options = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the server is stopped then, too
-        signal.signal(number, lambda *_: sys.exit("error: terminated"))
-
-    started = time.monotonic()
     options.run_dir.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
     print(f"starting a server with {options.base_model} ...", flush=True)
+    process, address = start_server(options.run_dir, options.base_model)
+    print(f"it serves on {address}", flush=True)
     try:
-        with running_server(options.run_dir, options.base_model) as address:
-            print(f"it serves on {address}", flush=True)
-            for name in RECIPES:
-                print(f"\n== {name}_loop.py", flush=True)
-                command = [sys.executable, str(HERE / f"{name}_loop.py"), "--base-url", address]
-                command += ["--run-dir", str(options.run_dir / name)]
-                command += [] if options.steps is None else ["--steps", str(options.steps)]
-                subprocess.run(command, check=True)
+        for name in ("sl", "rl"):
+            command = [sys.executable, str(HERE / f"{name}_loop.py"), "--base-url", address]
+            command += ["--run-dir", str(options.run_dir / name)]
+            if options.steps is not None:
+                command += ["--steps", str(options.steps)]
+            print(f"\n== {name}_loop.py", flush=True)
+            subprocess.run(command, check=True)
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: {Path(error.cmd[1]).name} ended with code {error.returncode}")
-    except RuntimeError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("error: interrupted")
+    finally:
+        stop_server(process)
     seconds = time.monotonic() - started
-    print(f"\nDone in {seconds:.0f} s; the server is stopped. Results, in {options.run_dir}:", flush=True)
-    for name in RECIPES:
-        print(f"  {name}/metrics.jsonl  {name}/config.json  {name}/curves.png")
-    print("  server.log  state/")
+    print(f"\nDone in {seconds:.0f} s; the server is stopped. Metrics, curves and the server's log: {options.run_dir}")
 
 
 if __name__ == "__main__":
