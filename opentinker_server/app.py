@@ -82,7 +82,9 @@ class Server:
         except BaseException:
             self._store.close()
             raise
-        self._worker = WorkerSupervisor(backend or LocalBackend(), worker_config(config))
+        self._worker = WorkerSupervisor(
+            backend or LocalBackend(answer_timeout_s=config.scheduler.worker_timeout_s), worker_config(config)
+        )
         self._parts: _Parts | None = None
         self._background: set[asyncio.Task] = set()
         self.address = ""
@@ -213,8 +215,8 @@ class Server:
 
     def _worker_lost(self, adapters: Adapters, samplers: Samplers) -> None:
         samplers.worker_lost()
-        for queue in adapters.mark_all_lost():
-            task = asyncio.create_task(queue.close())
+        for queue, error in adapters.mark_all_lost():
+            task = asyncio.create_task(queue.close(error))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 

@@ -109,6 +109,8 @@ class SchedulerSettings:
     """Seconds that a finished operation and its result stay retrievable."""
     session_lease_s: float = 60.0
     """Seconds without a heartbeat after which a session ends and what it holds live is unloaded."""
+    worker_timeout_s: float = 60.0
+    """Seconds without an answer after which a device worker counts as hung, is killed and replaced."""
     sweep_interval_s: float = 5.0
     """Seconds between looks for expired sessions, results, checkpoints and snapshots."""
 

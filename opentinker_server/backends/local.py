@@ -31,9 +31,13 @@ _OUTPUT_TIMEOUT_S = 1.0
 class LocalBackend:
     """Starts workers with this interpreter. Implements `base.Backend`."""
 
-    def __init__(self, *, stop_timeout_s: float = 30.0) -> None:
-        """stop_timeout_s: how long a running unit of work may take to end before `stop` uses force."""
+    def __init__(self, *, stop_timeout_s: float = 30.0, answer_timeout_s: float = 60.0) -> None:
+        """stop_timeout_s: how long a running unit of work may take to end before `stop` uses force.
+
+        answer_timeout_s: a process that does not answer a ping for so long has hung, and is killed.
+        """
         self._stop_timeout_s = stop_timeout_s
+        self._answer_timeout_s = answer_timeout_s
 
     async def start_worker(self, config: WorkerConfig) -> "LocalWorker":
         """Starts a worker and waits until its base model is loaded; see `base.Backend`."""
@@ -54,6 +58,7 @@ class LocalBackend:
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = LocalWorker(process, reader, writer, stop_timeout_s=self._stop_timeout_s)
         await worker.start(config)
+        worker.watch(self._answer_timeout_s)
         return worker
 
 
@@ -83,6 +88,7 @@ class LocalWorker:
         self._exit: WorkerExit | None = None
         self._ended = asyncio.Event()
         self._supervision = asyncio.create_task(self._supervise())
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -109,6 +115,10 @@ class LocalWorker:
             await self.stop()
             raise WorkerError(reply.error)
         self.ready = reply.ready
+
+    def watch(self, answer_timeout_s: float) -> None:
+        """From now on, kill the process once it leaves a ping unanswered for so long."""
+        self._watch = asyncio.create_task(self._ping(answer_timeout_s))
 
     def call(self, command: worker_pb2.WorkerCommand) -> Coroutine[Any, Any, worker_pb2.WorkerReply]:
         """See `base.Worker`."""
@@ -187,6 +197,19 @@ class LocalWorker:
         with suppress(ProcessLookupError):
             act()
 
+    async def _ping(self, answer_timeout_s: float) -> None:
+        while not self._ended.is_set():
+            try:
+                async with asyncio.timeout(answer_timeout_s):
+                    await self.call(worker_pb2.WorkerCommand(ping=worker_pb2.Ping()))
+            except TimeoutError:
+                log.error("worker %d has not answered for %g s; it is killed", self.pid, answer_timeout_s)
+                self._signal(self._process.kill)
+                return
+            except (WorkerDied, WorkerError):
+                return
+            await asyncio.sleep(answer_timeout_s / 4)
+
     async def _supervise(self) -> None:
         """From the start of the process to its end."""
         output = asyncio.create_task(self._read_output())
@@ -196,6 +219,8 @@ class LocalWorker:
             log.exception("worker %d sent what is no reply; it is ended", self.pid)
         self._writer.close()
         code = await self._wait_for_process()
+        if self._watch is not None:
+            self._watch.cancel()
         await asyncio.wait([output], timeout=_OUTPUT_TIMEOUT_S)
         output.cancel()
         self._exit = WorkerExit(code=code, stderr_tail=tuple(self._output_tail), requested=self._stop_requested)

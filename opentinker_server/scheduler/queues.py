@@ -141,8 +141,10 @@ class AdapterQueue:
         self._finished = True
         self._changed.set()
 
-    async def close(self) -> None:
-        """Stop running operations; the one that runs is interrupted."""
+    async def close(self, error: ServiceError | None = None) -> None:
+        """Stop running operations; the one that runs is interrupted, and fails with `error` if one is given."""
+        if self.running is not None and error is not None:
+            self.running.fail(error)
         self._runner.cancel()
         await asyncio.gather(self._runner, return_exceptions=True)
 

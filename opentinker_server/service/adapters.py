@@ -101,15 +101,16 @@ class Adapters:
             self.touch(adapter_id, state=state)
         return queue
 
-    def mark_all_lost(self) -> list[AdapterQueue]:
-        """The worker died: every live adapter is lost. Returns their queues, for closing."""
+    def mark_all_lost(self) -> list[tuple[AdapterQueue, ServiceError]]:
+        """The worker died: every live adapter is lost. Returns their queues, for closing, and what to tell."""
         closed = []
         for adapter_id in list(self.queues):
             row = self.row(adapter_id)
             row.state = LOST
-            queue = self.remove_live(adapter_id, LOST, self.not_live(row))
+            error = self.not_live(row)
+            queue = self.remove_live(adapter_id, LOST, error)
             if queue is not None:
-                closed.append(queue)
+                closed.append((queue, error))
         return closed
 
     def mark_lost_of_last_run(self) -> None:

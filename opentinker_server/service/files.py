@@ -59,7 +59,11 @@ async def tokenizer(directory: Path) -> AsyncIterator[registry_pb2.FilePart]:
 async def stream_files(files: Sequence[Path]) -> AsyncIterator[registry_pb2.FilePart]:
     """Files one after the other, in parts; memory is that of one part."""
     for path in files:
-        size, sha256 = await asyncio.to_thread(_size_and_hash, path)
+        try:
+            size, sha256 = await asyncio.to_thread(_size_and_hash, path)
+        except FileNotFoundError as error:
+            message = f"{path.name} is missing among the saved files"
+            raise ServiceError("CORRUPT_DATA", message, field=path.name) from error
         with path.open("rb") as file:
             sent = 0
             while sent < size or size == 0:

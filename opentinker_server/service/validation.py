@@ -143,6 +143,8 @@ def _check_datum(datum: datum_pb2.Datum, spec: LossSpec, model: ModelLimits) -> 
             actual=targets.shape[0],
         )
     _check_ids(targets, model, key="target_tokens")
+    for key in sorted(datum.extras.keys() & set(TYPED_KEYS)):
+        raise _refuse(f"extras holds {key!r}, which has a field of its own", field=key)
     present = {key: getattr(datum, key) for key in TYPED_KEYS[1:] if datum.HasField(key)}
     present.update(datum.extras)
     for key in sorted(spec.required - present.keys() - {"target_tokens"}):
@@ -247,10 +249,16 @@ def prompt_tokens(model_input: datum_pb2.ModelInput, model: ModelLimits) -> np.n
     return tokens
 
 
-MAX_ADAM_VALUE = 1e30
-"""Leaves room for the corrections of the first steps within float32."""
-MIN_EPS = 1e-30
-"""Weights without a gradient are divided by it alone: it must not be zero in float32."""
+ADAM_RANGES = {
+    "learning_rate": (0.0, 1e6),
+    "beta1": (0.0, 1 - 1e-9),
+    "beta2": (0.0, 1 - 1e-9),
+    "eps": (1e-30, 1e30),  # what has no gradient is divided by it alone: it must not be zero in float32
+    "weight_decay": (0.0, 1e6),
+    "grad_clip_norm": (0.0, 1e30),
+}
+"""Least and greatest value of each field, themselves allowed. Within them no step leaves float32."""
+MAX_ALPHA = 1e6
 ADAM_DEFAULTS = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -265,13 +273,18 @@ def complete_adam(adam: training_pb2.AdamParams) -> training_pb2.AdamParams:
     """Every field set and in range."""
     full = training_pb2.AdamParams(**ADAM_DEFAULTS)
     full.MergeFrom(adam)
-    for name in ADAM_DEFAULTS:
+    for name, (least, greatest) in ADAM_RANGES.items():
         value = getattr(full, name)
-        below_one = name in ("beta1", "beta2")
-        least = MIN_EPS if name == "eps" else 0
-        if not least <= value <= MAX_ADAM_VALUE or (below_one and value >= 1):
-            allowed = "in [0, 1)" if below_one else f"from {least:g} to {MAX_ADAM_VALUE:g}"
+        if not least <= value <= greatest:
+            allowed = f"from {least:g} to {greatest:.10g}"
             raise ServiceError("INVALID_ARGUMENT", f"{name} is {value}; it must be {allowed}", field=name)
+    decay = full.learning_rate * full.weight_decay
+    if decay > 1:
+        raise ServiceError(
+            "INVALID_ARGUMENT",
+            f"learning_rate * weight_decay is {decay:g}; above 1 the decay would overshoot zero",
+            field="weight_decay",
+        )
     return full
 
 
@@ -295,8 +308,10 @@ def complete_lora(lora: policy_pb2.LoraConfig, *, max_rank: int, seed: int) -> p
             "train_attn, train_mlp and train_unembed are all false: nothing to train",
             field="train_attn",
         )
-    if not (math.isfinite(full.alpha) and full.alpha > 0):
-        raise ServiceError("INVALID_ARGUMENT", f"alpha is {full.alpha}; it must be positive", field="alpha")
+    if not 0 < full.alpha <= MAX_ALPHA:
+        raise ServiceError(
+            "INVALID_ARGUMENT", f"alpha is {full.alpha}; it must be above 0 and at most {MAX_ALPHA:g}", field="alpha"
+        )
     return full
 
 

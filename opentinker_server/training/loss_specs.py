@@ -94,7 +94,7 @@ DRO = LossSpec(
         "beta": ConfigKey(
             default=0.05,
             minimum=0.0,
-            maximum=math.inf,
+            maximum=1e6,
             doc="Strength of the pull towards the sampling policy.",
         )
     },

@@ -40,16 +40,18 @@ def serve(connection: socket.socket, config: WorkerConfig) -> int:
     Returns the exit code: 0, EXIT_START_FAILED (the reply to command 0 says why) or EXIT_DEVICE_FAULT.
     """
     inbox = Inbox()
+    sending = threading.Lock()
 
     def send(reply: worker_pb2.WorkerReply) -> None:
         frame = encode_frame(reply.SerializeToString())
         try:
-            connection.sendall(frame)
+            with sending:
+                connection.sendall(frame)
         except OSError:
             inbox.put(None)
 
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(None))
-    threading.Thread(target=_read_commands, args=(connection, inbox), daemon=True).start()
+    threading.Thread(target=_read_commands, args=(connection, inbox, send), daemon=True).start()
     try:
         loop = _load(config, inbox=inbox, send=send)
     except Exception as error:
@@ -85,10 +87,14 @@ def _load(config: WorkerConfig, *, inbox: Inbox, send: Callable[[worker_pb2.Work
     )
 
 
-def _read_commands(connection: socket.socket, inbox: Inbox) -> None:
+def _read_commands(connection: socket.socket, inbox: Inbox, send: Callable[[worker_pb2.WorkerReply], None]) -> None:
     """Until the control plane has gone; then the process ends, even in the middle of a long unit."""
     while (payload := receive_frame(connection)) is not None:
-        inbox.put(worker_pb2.WorkerCommand.FromString(payload))
+        command = worker_pb2.WorkerCommand.FromString(payload)
+        if command.HasField("ping"):
+            send(worker_pb2.WorkerReply(command_id=command.command_id, final=True, done=worker_pb2.Done()))
+        else:
+            inbox.put(command)
     inbox.put(None)
     time.sleep(_ORPHAN_GRACE_S)
     os._exit(EXIT_ORPHANED)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opentinker_client.wire.v1 import datum_pb2, tensor_pb2, training_pb2
+from opentinker_client.wire.v1 import datum_pb2, policy_pb2, tensor_pb2, training_pb2
 from opentinker_server.api.calls import unary
 from opentinker_server.config import ConfigError, LoggingSettings, load_config
 from opentinker_server.logging_setup import set_up_logging
 from opentinker_server.scheduler.errors import ServiceError
-from opentinker_server.service.validation import ModelLimits, check_data, check_loss, complete_adam
+from opentinker_server.service.validation import ModelLimits, check_data, check_loss, complete_adam, complete_lora
 
 MODEL = ModelLimits(name="m", vocab_size=256, max_context_length=64, accepts_images=False)
 SPEC = check_loss("cross_entropy", {})
@@ -39,6 +39,42 @@ def test_an_eps_that_is_zero_in_float32_is_refused(eps: float) -> None:
     with pytest.raises(ServiceError, match="eps"):
         complete_adam(training_pb2.AdamParams(eps=eps))
     assert complete_adam(training_pb2.AdamParams(eps=1e-30)).eps == 1e-30
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learning_rate": 1e30},
+        {"beta1": 1.0},
+        {"beta2": 1 - 1e-12},
+        {"weight_decay": 1e30},
+        {"learning_rate": 1e3, "weight_decay": 0.1},
+    ],
+)
+def test_an_optimizer_step_that_would_leave_float32_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ServiceError, match=list(values)[-1]):
+        complete_adam(training_pb2.AdamParams(**values))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e39, 1e308, float("nan")])
+def test_a_lora_scale_that_would_leave_float32_is_refused(alpha: float) -> None:
+    with pytest.raises(ServiceError, match="alpha"):
+        complete_lora(policy_pb2.LoraConfig(rank=8, alpha=alpha), max_rank=64, seed=0)
+
+
+def test_a_loss_configuration_that_would_leave_float32_is_refused() -> None:
+    with pytest.raises(ServiceError, match="beta"):
+        check_loss("dro", {"beta": training_pb2.LossConfigValue(number=1e308)})
+
+
+@pytest.mark.parametrize("key", ["weights", "target_tokens", "mask"])
+def test_an_extra_of_the_name_of_a_typed_field_is_refused(key: str) -> None:
+    datum = sparse_datum(4, 8)
+    datum.extras[key].CopyFrom(
+        tensor_pb2.Tensor(data=np.ones(4, "<f4").tobytes(), dtype=tensor_pb2.DTYPE_FLOAT32, shape=[4])
+    )
+    with pytest.raises(ServiceError, match=f"extras holds '{key}'"):
+        check_data([datum], SPEC, MODEL)
 
 
 def sparse_datum(length: int, columns: int) -> datum_pb2.Datum:

@@ -147,6 +147,30 @@ def test_an_attached_adapter_outlives_its_first_session(one_slot, connect) -> No
     assert state_of(second, adapter_id) == UNLOADED
 
 
+def test_a_worker_that_hangs_is_replaced(t0_dir, tmp_path, connect, worker_pids) -> None:
+    before = worker_pids()
+    with RunningServer(t0_dir, tmp_path / "state", **{"scheduler.worker_timeout_s": 3.0}) as server:
+        (pid,) = worker_pids() - before
+        client = connect(server.address)
+        adapter_id = client.adapter()
+        os.kill(pid, signal.SIGSTOP)
+        failed = client.ended(client.optim_step(client.place(adapter_id, 1)))
+        assert failed.state == FAILED and failed.error.reason == error_pb2.ERROR_REASON_STATE_LOST
+        create_when_free(client, seconds=60)
+    assert worker_pids() == before
+
+
+def test_a_saved_file_that_is_missing_is_named_on_export(t0_dir, tmp_path, connect, refused) -> None:
+    with RunningServer(t0_dir, tmp_path / "state") as server:
+        client = connect(server.address)
+        saved = client.ended(client.save(client.place(client.adapter(), 1), "keep")).checkpoint
+        for file in (tmp_path / "state").rglob("adapter_model.safetensors"):
+            file.unlink()
+        with refused("CORRUPT_DATA") as refusal:
+            list(client.registry.ExportArtifact(registry_pb2.ExportArtifactRequest(uri=saved.uri)))
+        assert refusal.info.field == "adapter_model.safetensors"
+
+
 def test_a_killed_worker_loses_adapters_and_keeps_what_is_saved(
     t0_dir, tmp_path, connect, refused, worker_pids
 ) -> None:
@@ -225,7 +249,7 @@ def test_a_restart_keeps_what_is_saved_and_says_what_is_lost(t0_dir, tmp_path, c
 
 def test_a_stop_finishes_the_running_unit_and_refuses_what_comes(t0_dir, tmp_path, connect, worker_pids) -> None:
     before = worker_pids()
-    server = RunningServer(t0_dir, tmp_path / "state")
+    server = RunningServer(t0_dir, tmp_path / "state", **{"server.shutdown_grace_s": 110.0})
     client = connect(server.address)
     adapter_id = client.adapter()
     running = long_call(client, adapter_id, 1)
@@ -244,7 +268,7 @@ def test_a_stop_finishes_the_running_unit_and_refuses_what_comes(t0_dir, tmp_pat
         client.optim_step(client.place(adapter_id, 3))
     assert late.value.code() == grpc.StatusCode.UNAVAILABLE
     for thread in (*waits, stopping):
-        thread.join(60)
+        thread.join(120)
     by_seq = {answer.seq_id: answer for answer in answers}
     assert by_seq[1].state == SUCCEEDED
     assert by_seq[2].error.reason == error_pb2.ERROR_REASON_UNAVAILABLE

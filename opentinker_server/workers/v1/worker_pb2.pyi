@@ -130,12 +130,16 @@ class GetStats(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Ping(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Shutdown(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "create_adapter", "drop_adapter", "forward_backward", "optim_step", "save_state", "load_state", "publish_snapshot", "load_snapshot", "drop_snapshot", "sample", "cancel", "export_merged", "get_stats", "shutdown")
+    __slots__ = ("command_id", "create_adapter", "drop_adapter", "forward_backward", "optim_step", "save_state", "load_state", "publish_snapshot", "load_snapshot", "drop_snapshot", "sample", "cancel", "export_merged", "get_stats", "shutdown", "ping")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     CREATE_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DROP_ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +155,7 @@ class WorkerCommand(_message.Message):
     EXPORT_MERGED_FIELD_NUMBER: _ClassVar[int]
     GET_STATS_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     create_adapter: CreateAdapter
     drop_adapter: DropAdapter
@@ -166,7 +171,8 @@ class WorkerCommand(_message.Message):
     export_merged: ExportMerged
     get_stats: GetStats
     shutdown: Shutdown
-    def __init__(self, command_id: _Optional[int] = ..., create_adapter: _Optional[_Union[CreateAdapter, _Mapping]] = ..., drop_adapter: _Optional[_Union[DropAdapter, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackward, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStep, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., load_state: _Optional[_Union[LoadState, _Mapping]] = ..., publish_snapshot: _Optional[_Union[PublishSnapshot, _Mapping]] = ..., load_snapshot: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., drop_snapshot: _Optional[_Union[DropSnapshot, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export_merged: _Optional[_Union[ExportMerged, _Mapping]] = ..., get_stats: _Optional[_Union[GetStats, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+    ping: Ping
+    def __init__(self, command_id: _Optional[int] = ..., create_adapter: _Optional[_Union[CreateAdapter, _Mapping]] = ..., drop_adapter: _Optional[_Union[DropAdapter, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackward, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStep, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., load_state: _Optional[_Union[LoadState, _Mapping]] = ..., publish_snapshot: _Optional[_Union[PublishSnapshot, _Mapping]] = ..., load_snapshot: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., drop_snapshot: _Optional[_Union[DropSnapshot, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export_merged: _Optional[_Union[ExportMerged, _Mapping]] = ..., get_stats: _Optional[_Union[GetStats, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("base_model", "tokenizer_directory", "vocab_size", "max_context_length", "arch", "eos_token_ids", "adaptable", "accepts_images")
