@@ -10,9 +10,9 @@ A step groups its rows once and every adapted linear shares the result:
     out_NO = lora_delta_(out_NO, x_NK, weights, groups)
 """
 
-from opentinker_kernels.dispatch import lora_delta_
+from opentinker_kernels.dispatch import lora_delta_, lora_linear
 from opentinker_kernels.grouping import RowGroups, group_rows
 from opentinker_kernels.reference import lora_delta_reference
 from opentinker_kernels.weights import SlotFactors, StackedSlots
 
-__all__ = ["RowGroups", "SlotFactors", "StackedSlots", "group_rows", "lora_delta_", "lora_delta_reference"]
+__all__ = ["RowGroups", "SlotFactors", "StackedSlots", "group_rows", "lora_delta_", "lora_delta_reference", "lora_linear"]

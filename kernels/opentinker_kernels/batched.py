@@ -28,15 +28,20 @@ def add_delta_(out_NO: torch.Tensor, x_NK: torch.Tensor, weights: Weights, group
 
 
 def add_delta_with_grad(
-    out: torch.Tensor, x: torch.Tensor, weights: Sequence[SlotFactors | None], groups: RowGroups
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: Sequence[SlotFactors | None],
+    groups: RowGroups,
+    base_OK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`add_delta_` as one autograd node: gradients to `out`, `x` and the factors of slots with rows.
 
-    out: [..., O], x: [..., K]; modifies `out` and returns it. Keeps for the backward pass `x` and the shrunk
-    rows; no intermediate of the output's size.
+    out: [..., O], x: [..., K]; modifies `out` and returns it. base_OK: the frozen weight by which `out` was made
+    from `x` outside autograd; the node then carries that gradient to `x` as well. Keeps for the backward pass
+    `x` and the shrunk rows; no intermediate of the output's size.
     """
     tensors = [t for slot in groups.slots if (own := weights[slot]) is not None for t in (own.A_RK, own.B_OR)]
-    return _GroupedDelta.apply(out, x, weights, groups, *tensors)
+    return _GroupedDelta.apply(out, x, base_OK, weights, groups, *tensors)
 
 
 def _batch_factors(
@@ -109,6 +114,7 @@ class _GroupedDelta(torch.autograd.Function):
         ctx: FunctionCtx,
         out: torch.Tensor,
         x: torch.Tensor,
+        base_OK: torch.Tensor | None,
         weights: Sequence[SlotFactors | None],
         groups: RowGroups,
         *tensors: torch.Tensor,
@@ -124,7 +130,7 @@ class _GroupedDelta(torch.autograd.Function):
             _scatter_add_(out_NO, h_GMR, factors.B_GRO, batch)
             h_batches.append(h_GMR)
         ctx.mark_dirty(out)
-        ctx.save_for_backward(x, *tensors, *h_batches)  # type: ignore[arg-type]
+        ctx.save_for_backward(x, base_OK, *tensors, *h_batches)  # type: ignore[arg-type]
         ctx.groups = groups  # type: ignore[attr-defined]
         ctx.scales = [None if own is None else own.scale for own in weights]  # type: ignore[attr-defined]
         return out
@@ -133,7 +139,7 @@ class _GroupedDelta(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g: torch.Tensor):  # type: ignore[no-untyped-def, override]
         groups: RowGroups = ctx.groups
-        x, *saved = ctx.saved_tensors
+        x, base_OK, *saved = ctx.saved_tensors
         x_NK, g_NO = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         slots = [slot for slot in groups.slots if ctx.scales[slot] is not None]
         tensors, h_batches = saved[: 2 * len(slots)], saved[2 * len(slots) :]
@@ -142,16 +148,18 @@ class _GroupedDelta(torch.autograd.Function):
         for i, slot in enumerate(slots):
             weights[slot] = SlotFactors(A_RK=tensors[2 * i], B_OR=tensors[2 * i + 1], scale=ctx.scales[slot])
         wanted = {
-            slot: (ctx.needs_input_grad[4 + 2 * i], ctx.needs_input_grad[5 + 2 * i]) for i, slot in enumerate(slots)
+            slot: (ctx.needs_input_grad[5 + 2 * i], ctx.needs_input_grad[6 + 2 * i]) for i, slot in enumerate(slots)
         }
-        dx_NK = torch.zeros_like(x_NK, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
+        dx_NK = None
+        if ctx.needs_input_grad[1]:
+            dx_NK = torch.zeros_like(x_NK, memory_format=torch.contiguous_format) if base_OK is None else g_NO @ base_OK
         grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         for batch, h_GMR in zip(groups.batches, h_batches, strict=True):
             if h_GMR is not None:
                 _batch_backward(g_NO, x_NK, dx_NK, h_GMR, weights, batch, wanted, grads)
         factor_grads = [grad for slot in slots for grad in grads[slot]]
         dx = dx_NK.view_as(x) if dx_NK is not None else None
-        return (g if ctx.needs_input_grad[0] else None, dx, None, None, *factor_grads)
+        return (g if ctx.needs_input_grad[0] else None, dx, None, None, None, *factor_grads)
 
 
 def _batch_backward(

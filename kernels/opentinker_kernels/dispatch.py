@@ -1,5 +1,6 @@
 """The one entry point: chooses the path by device, kind of weights and need of gradients."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -7,7 +8,27 @@ import torch
 
 from opentinker_kernels.batched import Weights, add_delta_, add_delta_with_grad
 from opentinker_kernels.grouping import RowGroups
-from opentinker_kernels.weights import StackedSlots
+from opentinker_kernels.weights import SlotFactors, StackedSlots
+
+
+def lora_linear(
+    x: torch.Tensor, linear: torch.nn.Linear, weights: Sequence[SlotFactors | None], groups: RowGroups
+) -> torch.Tensor:
+    """A frozen linear layer with each row's low-rank delta, [..., O]; differentiable as `lora_delta_` is.
+
+    One autograd node carries the gradient through both. x and weights: as `lora_delta_`.
+    """
+    if (
+        not torch.is_grad_enabled()
+        or type(linear) is not torch.nn.Linear
+        or linear.weight.requires_grad
+        or all(weights[slot] is None for slot in groups.slots)
+    ):
+        return lora_delta_(linear(x), x, weights, groups)
+    with torch.no_grad():
+        out = linear(x)
+    _check(out, x, weights, groups)
+    return add_delta_with_grad(out, x, weights, groups, base_OK=linear.weight)
 
 
 def lora_delta_(out: torch.Tensor, x: torch.Tensor, weights: Weights, groups: RowGroups) -> torch.Tensor:

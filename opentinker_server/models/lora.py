@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from opentinker_kernels import RowGroups, SlotFactors, group_rows, lora_delta_
+from opentinker_kernels import RowGroups, SlotFactors, group_rows, lora_linear
 from torch import Tensor, nn
 
 from opentinker_server.models.attention import Attention
@@ -115,5 +115,5 @@ class LoraLinear(nn.Module):
         x_NI = x.reshape(-1, x.shape[-1])
         num_rows = self._context.num_rows
         assert x_NI.shape[0] == num_rows, f"{self.name} does not see the packed rows"
-        out_NO = lora_delta_(self.base(x_NI), x_NI, lora.factors(self.name), lora.groups(num_rows, x_NI.device))
+        out_NO = lora_linear(x_NI, self.base, lora.factors(self.name), lora.groups(num_rows, x_NI.device))
         return out_NO.view(*x.shape[:-1], -1)

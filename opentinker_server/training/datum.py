@@ -59,19 +59,39 @@ class Pack:
     """int64 [N], from 0 in each datum."""
 
     rows_M: torch.Tensor
-    """int64 [M], ascending: the row of each target entry."""
+    """int64 [M], ascending: the row of each target entry that takes part in the loss."""
 
     targets_M: torch.Tensor
-    """int64 [M]: the token id of each target entry."""
+    """int64 [M]: the token id of each such entry."""
 
     datums_M: torch.Tensor
     """int64 [M], ascending: index within the pack of the datum that each entry belongs to."""
 
-    entry_counts: tuple[int, ...]
-    """Number of target entries of each datum; they add up to M."""
-
     inputs_M: dict[str, torch.Tensor]
     """The loss's inputs by name, float32 [M]."""
+
+    places_M: np.ndarray
+    """int64 [M], ascending: index of each entry among all entries of the pack, [E]."""
+
+    rest: "Rest"
+    """The entries that take no part: their log-probabilities may be wanted all the same."""
+
+    entry_counts: tuple[int, ...]
+    """Number of entries of each datum; they add up to E."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """Entries without weight: their terms and gradients are exactly zero."""
+
+    rows_M: torch.Tensor
+    """int64, ascending."""
+
+    targets_M: torch.Tensor
+    """int64."""
+
+    places_M: np.ndarray
+    """int64, ascending: index among all entries of the pack."""
 
 
 def pack_datums(data: Sequence[TrainDatum], spec: LossSpec, *, device: torch.device) -> Pack:
@@ -79,25 +99,40 @@ def pack_datums(data: Sequence[TrainDatum], spec: LossSpec, *, device: torch.dev
     lengths = [len(datum.tokens) for datum in data]
     starts = np.cumsum([0, *lengths])
     entry_counts = tuple(datum.targets.size for datum in data)
-    rows = [
-        np.repeat(np.arange(start, start + length), count // length)
-        for start, length, count in zip(starts[:-1], lengths, entry_counts, strict=True)
-    ]
+    rows = np.concatenate(
+        [
+            np.repeat(np.arange(start, start + length), count // length)
+            for start, length, count in zip(starts[:-1], lengths, entry_counts, strict=True)
+        ]
+    )
+    targets = np.concatenate([datum.targets.reshape(-1) for datum in data])
     names = (spec.required | spec.optional) - {"target_tokens"}
+    inputs = {name: np.concatenate([datum.entries(name) for datum in data]) for name in sorted(names)}
+    taking_part = _taking_part(inputs, len(rows))
+    places, rest = np.flatnonzero(taking_part), np.flatnonzero(~taking_part)
 
-    def join(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
+    def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.from_numpy(values).to(device=device, dtype=dtype)
 
     return Pack(
         segments=tuple((int(start), int(end)) for start, end in pairwise(starts)),
-        tokens_N=join([datum.tokens for datum in data], torch.int64),
-        positions_N=join([np.arange(length) for length in lengths], torch.int64),
-        rows_M=join(rows, torch.int64),
-        targets_M=join([datum.targets.reshape(-1) for datum in data], torch.int64),
-        datums_M=join([np.repeat(np.arange(len(data)), entry_counts)], torch.int64),
+        tokens_N=tensor(np.concatenate([datum.tokens for datum in data])),
+        positions_N=tensor(np.concatenate([np.arange(length) for length in lengths])),
+        rows_M=tensor(rows[places]),
+        targets_M=tensor(targets[places]),
+        datums_M=tensor(np.repeat(np.arange(len(data)), entry_counts)[places]),
+        inputs_M={name: tensor(values[places], torch.float32) for name, values in inputs.items()},
+        places_M=places,
+        rest=Rest(rows_M=tensor(rows[rest]), targets_M=tensor(targets[rest]), places_M=rest),
         entry_counts=entry_counts,
-        inputs_M={name: join([datum.entries(name) for datum in data], torch.float32) for name in sorted(names)},
     )
+
+
+def _taking_part(inputs: dict[str, np.ndarray], num_entries: int) -> np.ndarray:
+    """bool [E]: what the mask, or the mask of a sequence's ratio, does not leave out and no zero weight makes nothing."""
+    masks = [inputs[name] != 0 for name in ("mask", "sequence_ratio_mask") if name in inputs]
+    taking_part = np.logical_or.reduce(masks) if masks else np.ones(num_entries, dtype=bool)
+    return taking_part & (inputs["weights"] != 0) if "weights" in inputs else taking_part
 
 
 def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

@@ -3,11 +3,12 @@
 Every row meets its own adapter only, attention never leaves a datum, and losses are sums over tokens: what an
 adapter gets does not depend on the company its rows travel in.
 
-Shape legend: N token rows of the pack, M target entries, D hidden.
+Shape legend: N token rows of the pack, M target entries that take part in a loss, E all target entries, D hidden.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,10 +27,10 @@ Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One adapter's part of a pass. An adapter takes part in a pass at most once."""
+    """One call's part of a pass."""
 
     weights: LoraWeights
-    """Leaf tensors that require gradients."""
+    """Leaf tensors that require gradients, of this share alone: two calls of one adapter bring aliases of its own."""
 
     spec: LossSpec
     """The loss."""
@@ -39,6 +40,9 @@ class Share:
 
     data: Sequence[TrainDatum]
     """At least one."""
+
+    trained_only: bool = False
+    """Log-probabilities of entries that take no part in the loss are not wanted: 0 stands for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,8 @@ class ShareResult:
     losses: list[float]
     """Per datum: the sum of its terms."""
 
-    observations: dict[str, torch.Tensor]
-    """See `losses.LossTerms`."""
+    observations: list[dict[str, torch.Tensor]]
+    """What the loss observed, part by part; see `losses.LossTerms`."""
 
     gradients: Gradients | None
     """Absent in a pass without backward."""
@@ -61,16 +65,18 @@ class ShareResult:
 def run_pass(base: BaseModel, shares: Sequence[Share], *, backward: bool, head_chunk_rows: int) -> list[ShareResult]:
     """Runs `shares` as one pack; results in their order. Nothing is accumulated anywhere."""
     packs = [pack_datums(share.data, share.spec, device=base.device) for share in shares]
-    segments, row_offsets = _place(shares, packs)
+    offsets = [0, *accumulate(len(pack.tokens_N) for pack in packs)]
+    segments = [
+        AdapterSegment(start=start, end=end, weights=share.weights)
+        for start, end, share in zip(offsets, offsets[1:], shares, strict=False)
+    ]
     attention = PackedCausalAttention(
         [
             (offset + start, offset + end)
-            for pack, offset in zip(packs, row_offsets, strict=True)
+            for pack, offset in zip(packs, offsets, strict=False)
             for start, end in pack.segments
         ]
     )
-    rows_M = torch.cat([pack.rows_M + offset for pack, offset in zip(packs, row_offsets, strict=True)])
-    targets_M = torch.cat([pack.targets_M for pack in packs])
     with torch.set_grad_enabled(backward):
         hidden_ND = base.hidden_states(
             torch.cat([pack.tokens_N for pack in packs]),
@@ -79,92 +85,116 @@ def run_pass(base: BaseModel, shares: Sequence[Share], *, backward: bool, head_c
             lora=LoraRows.from_segments([(part.start, part.end, part.weights) for part in segments]),
         )
     head = Head(base=base, segments=segments, chunk_rows=head_chunk_rows)
-    logprobs_M = head.logprobs(hidden_ND.detach(), rows_M, targets_M)
-    results, grads = [], []
-    for share, pack, part_M in zip(shares, packs, _split(logprobs_M, packs), strict=True):
-        result, grad_M = _evaluate(share, pack, part_M, backward=backward)
-        results.append(result)
-        grads.append(grad_M)
-    if not backward:
-        return results
-    gradients = _backward(shares, hidden_ND, head, rows_M, targets_M, torch.cat(grads))
-    return [
-        ShareResult(
-            logprobs=result.logprobs,
-            losses=result.losses,
-            observations=result.observations,
-            gradients=gradient,
-        )
-        for result, gradient in zip(results, gradients, strict=True)
-    ]
-
-
-def _place(shares: Sequence[Share], packs: Sequence[Pack]) -> tuple[list[AdapterSegment], list[int]]:
-    """The rows of each share, one after the other, and where each begins."""
-    segments: list[AdapterSegment] = []
-    for share, pack in zip(shares, packs, strict=True):
-        start = segments[-1].end if segments else 0
-        segments.append(AdapterSegment(start=start, end=start + len(pack.tokens_N), weights=share.weights))
-    return segments, [segment.start for segment in segments]
-
-
-def _split(logprobs_M: torch.Tensor, packs: Sequence[Pack]) -> tuple[torch.Tensor, ...]:
-    return logprobs_M.split([len(pack.targets_M) for pack in packs])
-
-
-def _evaluate(
-    share: Share, pack: Pack, logprobs_M: torch.Tensor, *, backward: bool
-) -> tuple[ShareResult, torch.Tensor]:
-    """The loss of one share, and its gradient by the log-probabilities [M] (zeros without backward)."""
-    leaf_M = logprobs_M.detach().requires_grad_(backward)
-    inputs = LossInputs(values_M=pack.inputs_M, datums_M=pack.datums_M, num_datums=len(share.data))
-    with torch.set_grad_enabled(backward):
-        terms = LOSS_FUNCTIONS[share.spec.name](leaf_M, inputs, share.config)
+    evaluations = [_Evaluation(share, pack) for share, pack in zip(shares, packs, strict=True)]
+    whole = hidden_ND.detach()
+    for evaluation, offset in zip(evaluations, offsets, strict=False):
+        pack = evaluation.pack
+        if not backward or not per_token(evaluation.share.spec):
+            evaluation.take_all(head.logprobs(whole, pack.rows_M + offset, pack.targets_M), backward=backward)
+        if not evaluation.share.trained_only:
+            evaluation.take_rest(head.logprobs(whole, pack.rest.rows_M + offset, pack.rest.targets_M))
+    gradients: list[Gradients | None] = [None] * len(shares)
     if backward:
-        (grad_M,) = torch.autograd.grad(terms.terms_M.sum(), leaf_M)
-    else:
-        grad_M = torch.zeros_like(leaf_M)
-    values_M = leaf_M.detach().cpu().numpy()
-    terms_M = terms.terms_M.detach().cpu().numpy().astype(np.float64)
-    ends = np.cumsum(pack.entry_counts)[:-1]
-    result = ShareResult(
-        logprobs=[
-            part.reshape(datum.targets.shape).copy()
-            for part, datum in zip(np.split(values_M, ends), share.data, strict=True)
-        ],
-        losses=[float(part.sum()) for part in np.split(terms_M, ends)],
-        observations=terms.observations,
-        gradients=None,
-    )
-    return result, grad_M
+        gradients = [*_backward(evaluations, hidden_ND, head, offsets)]
+    return [evaluation.result(gradient) for evaluation, gradient in zip(evaluations, gradients, strict=True)]
+
+
+class _Evaluation:
+    """The loss of one share, evaluated at once or, where its terms stand alone, chunk by chunk."""
+
+    def __init__(self, share: Share, pack: Pack) -> None:
+        self.share = share
+        self.pack = pack
+        num_entries = len(pack.targets_M)
+        self._terms_M = np.zeros(num_entries)
+        self._logprobs_E = np.zeros(sum(pack.entry_counts), np.float32)
+        self._observations: list[dict[str, torch.Tensor]] = []
+        self._grad_M: torch.Tensor | None = None
+
+    def take_all(self, logprobs_M: torch.Tensor, *, backward: bool) -> None:
+        """Evaluates the whole loss; keeps its gradient for `gradient`."""
+        self._grad_M = self._evaluate(slice(0, len(logprobs_M)), logprobs_M, backward=backward)
+
+    def take_rest(self, logprobs_M: torch.Tensor) -> None:
+        """Takes in the log-probabilities of the entries that take no part."""
+        self._logprobs_E[self.pack.rest.places_M] = logprobs_M.cpu().numpy()
+
+    def gradient(self, entries: slice, logprobs_m: torch.Tensor) -> torch.Tensor:
+        """Gradient of the loss by the log-probabilities of some entries, float32 [m]."""
+        if self._grad_M is not None:
+            return self._grad_M[entries]
+        return self._evaluate(entries, logprobs_m, backward=True)
+
+    def _evaluate(self, entries: slice, logprobs_m: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        leaf_m = logprobs_m.detach().requires_grad_(backward)
+        inputs = LossInputs(
+            values_M={name: values[entries] for name, values in self.pack.inputs_M.items()},
+            datums_M=self.pack.datums_M[entries],
+            num_datums=len(self.share.data),
+        )
+        with torch.set_grad_enabled(backward):
+            terms = LOSS_FUNCTIONS[self.share.spec.name](leaf_m, inputs, self.share.config)
+        self._observations.append(terms.observations)
+        self._terms_M[entries] = terms.terms_M.detach().cpu().numpy()
+        self._logprobs_E[self.pack.places_M[entries]] = leaf_m.detach().cpu().numpy()
+        if not backward or len(leaf_m) == 0:
+            return torch.zeros_like(logprobs_m)
+        (grad_m,) = torch.autograd.grad(terms.terms_M.sum(), leaf_m)
+        return grad_m
+
+    def result(self, gradients: Gradients | None) -> ShareResult:
+        losses_D = np.zeros(len(self.share.data))
+        np.add.at(losses_D, self.pack.datums_M.cpu().numpy(), self._terms_M)
+        parts = np.split(self._logprobs_E, np.cumsum(self.pack.entry_counts)[:-1])
+        return ShareResult(
+            logprobs=[part.reshape(datum.targets.shape) for part, datum in zip(parts, self.share.data, strict=True)],
+            losses=losses_D.tolist(),
+            observations=self._observations,
+            gradients=gradients,
+        )
 
 
 def _backward(
-    shares: Sequence[Share],
-    hidden_ND: torch.Tensor,
-    head: Head,
-    rows_M: torch.Tensor,
-    targets_M: torch.Tensor,
-    grad_M: torch.Tensor,
+    evaluations: Sequence[_Evaluation], hidden_ND: torch.Tensor, head: Head, offsets: Sequence[int]
 ) -> list[Gradients]:
     """Gradients of each share's factors; a factor that the loss does not reach gets zeros."""
-    names = [(index, module) for index, share in enumerate(shares) for module in share.weights.factors]
+    packs = [evaluation.pack for evaluation in evaluations]
+    starts = [0, *accumulate(len(pack.targets_M) for pack in packs)]
+    names = [(index, module) for index, each in enumerate(evaluations) for module in each.share.weights.factors]
     head_names = [name for name in names if name[1] == HEAD_MODULE]
     body_names = [name for name in names if name[1] != HEAD_MODULE]
 
     def factors(of: list[tuple[int, str]]) -> list[torch.Tensor]:
-        return [factor for index, module in of for factor in shares[index].weights.factors[module]]
+        return [factor for index, module in of for factor in evaluations[index].share.weights.factors[module]]
 
-    grad_ND, head_grads = head.backward(hidden_ND, rows_M, targets_M, grad_M, factors(head_names))
+    def gradient(entries: slice, logprobs_m: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for evaluation, start, end in zip(evaluations, starts, starts[1:], strict=False):
+            first, last = max(entries.start, start), min(entries.stop, end)
+            if first < last:
+                own = logprobs_m[first - entries.start : last - entries.start]
+                parts.append(evaluation.gradient(slice(first - start, last - start), own))
+        return torch.cat(parts)
+
+    found = head.gradients(
+        hidden_ND,
+        torch.cat([pack.rows_M + offset for pack, offset in zip(packs, offsets, strict=False)]),
+        torch.cat([pack.targets_M for pack in packs]),
+        gradient,
+        factors(head_names),
+    )
     body = factors(body_names)
     body_grads: list[torch.Tensor | None] = [None] * len(body)
-    if body and hidden_ND.requires_grad and bool((grad_M != 0).any()):
-        body_grads = list(torch.autograd.grad(hidden_ND, body, grad_ND, allow_unused=True))
+    if body and hidden_ND.requires_grad and found.any_nonzero:
+        body_grads = list(torch.autograd.grad(hidden_ND, body, found.hidden_ND, allow_unused=True))
     flat = [
         torch.zeros_like(factor, requires_grad=False) if grad is None else grad
-        for grad, factor in zip([*head_grads, *body_grads], factors(head_names) + body, strict=True)
+        for grad, factor in zip([*found.factors, *body_grads], factors(head_names) + body, strict=True)
     ]
-    gradients: list[Gradients] = [{} for _ in shares]
+    gradients: list[Gradients] = [{} for _ in evaluations]
     for place, (index, module) in enumerate([*head_names, *body_names]):
         gradients[index][module] = (flat[2 * place], flat[2 * place + 1])
     return gradients
+
+
+def per_token(spec): return getattr(spec, "per_token", spec.name != "gspo")

@@ -209,7 +209,8 @@ class _Gathered:
     def add(self, indices: Sequence[int], result: ShareResult) -> None:
         for index, logprobs, loss in zip(indices, result.logprobs, result.losses, strict=True):
             self._logprobs[index], self._losses[index] = logprobs, loss
-        self._metrics.add(result.observations)
+        for observations in result.observations:
+            self._metrics.add(observations)
         self.num_done += len(indices)
         if self.gradients is None:
             self.gradients = result.gradients
