@@ -15,4 +15,12 @@ from opentinker_kernels.grouping import RowGroups, group_rows
 from opentinker_kernels.reference import lora_delta_reference
 from opentinker_kernels.weights import SlotFactors, StackedSlots
 
-__all__ = ["RowGroups", "SlotFactors", "StackedSlots", "group_rows", "lora_delta_", "lora_delta_reference", "lora_linear"]
+__all__ = [
+    "RowGroups",
+    "SlotFactors",
+    "StackedSlots",
+    "group_rows",
+    "lora_delta_",
+    "lora_delta_reference",
+    "lora_linear",
+]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 from collections import deque
@@ -19,6 +20,9 @@ from opentinker_server.workers.v1 import worker_pb2
 log = logging.getLogger(__name__)
 worker_log = logging.getLogger("opentinker_server.worker_output")
 
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+"""glibc keeps freed activations instead of giving their pages back and asking for zeroed ones again at each
+operation; measured 5 % of a training step."""
 _READY_COMMAND_ID = 0
 _TAIL_LINES = 20
 _MAX_LINE_BYTES = 16384
@@ -51,6 +55,7 @@ class LocalBackend:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
+                    env={**_ALLOCATOR, **os.environ},
                 )
         except BaseException:
             ours.close()

@@ -5,11 +5,14 @@ D head dimension.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from opentinker_server.models.blocked_attention import blocked_attention
 
 
 class Attention(Protocol):
@@ -67,24 +70,25 @@ class PackedCausalAttention:
         outs: list[Tensor | None] = [None] * len(self._segments)
         for length, indices in self._by_length.items():
             window = sliding_window if sliding_window is not None and sliding_window < length else None
-            mask_LL = None if window is None else self._window_mask(length, window, query_NHD.device)
-            out_SLHD = _causal(
-                self._stack(query_NHD, indices),
-                self._stack(key_NGD, indices),
-                self._stack(value_NGD, indices),
-                mask_LL,
-                scaling=scaling,
-                softcap=softcap,
-            )
+            query_SLHD, key_SLGD, value_SLGD = (self._stack(rows, indices) for rows in (query_NHD, key_NGD, value_NGD))
+            if softcap is None and query_NHD.device.type == "cpu":
+                out_SLHD = blocked_attention(query_SLHD, key_SLGD, value_SLGD, scaling=scaling, window=window)
+            else:
+                mask_LL = None if window is None else self._window_mask(length, window, query_NHD.device)
+                query_SHLD, key_SGLD, value_SGLD = (rows.transpose(1, 2) for rows in (query_SLHD, key_SLGD, value_SLGD))
+                out_SLHD = _causal(query_SHLD, key_SGLD, value_SGLD, mask_LL, scaling=scaling, softcap=softcap)
+            if len(indices) == len(self._segments) and out_SLHD.shape[:2].numel() == query_NHD.shape[0]:
+                return out_SLHD.flatten(0, 1)
             for index, out_LHD in zip(indices, out_SLHD.unbind(), strict=True):
                 outs[index] = out_LHD
         return self._unpack(outs, like=query_NHD, head_dim=value_NGD.shape[-1])
 
     def _stack(self, rows_NHD: Tensor, indices: list[int]) -> Tensor:
-        """[S, H, L, D]."""
-        parts = [rows_NHD[slice(*self._segments[index])] for index in indices]
-        stacked_SLHD = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
-        return stacked_SLHD.transpose(1, 2)
+        """[S, L, H, D]; a view where the segments are neighbours."""
+        runs = [self._segments[index] for index in indices]
+        if all(before[1] == after[0] for before, after in pairwise(runs)):
+            return rows_NHD[runs[0][0] : runs[-1][1]].unflatten(0, (len(runs), -1))
+        return torch.stack([rows_NHD[slice(*run)] for run in runs])
 
     def _window_mask(self, length: int, window: int, device: torch.device) -> Tensor:
         if (length, window) not in self._masks:

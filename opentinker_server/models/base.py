@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from opentinker_server.models.attention import Attention, PackedCausalAttention
 from opentinker_server.models.lora import ForwardContext, LoraLinear, LoraRows
+from opentinker_server.models.norm import install_norms
 from opentinker_server.models.registry import ModelSource, quiet_transformers
 
 ATTENTION_NAME = "opentinker"
@@ -97,6 +98,7 @@ class BaseModel:
         context = ForwardContext()
         tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
         _install(module, context)
+        install_norms(module)
         info = _describe(module, config, source=source, tied_head=tied)
         base = cls(module, info=info, config=config, context=context)
         base._check_against_stock_forward()

@@ -129,7 +129,7 @@ def pack_datums(data: Sequence[TrainDatum], spec: LossSpec, *, device: torch.dev
 
 
 def _taking_part(inputs: dict[str, np.ndarray], num_entries: int) -> np.ndarray:
-    """bool [E]: what the mask, or the mask of a sequence's ratio, does not leave out and no zero weight makes nothing."""
+    """bool [E]: not left out by the mask (nor by that of a sequence ratio), and not of weight zero."""
     masks = [inputs[name] != 0 for name in ("mask", "sequence_ratio_mask") if name in inputs]
     taking_part = np.logical_or.reduce(masks) if masks else np.ones(num_entries, dtype=bool)
     return taking_part & (inputs["weights"] != 0) if "weights" in inputs else taking_part

@@ -118,9 +118,7 @@ class Head:
             for total, grad in zip(totals, found[1:], strict=True):
                 if grad is not None:
                     total += grad
-        return HeadGradients(
-            logprobs_M=torch.cat(logprobs), hidden_ND=grad_ND, factors=totals, any_nonzero=any_nonzero
-        )
+        return HeadGradients(logprobs_M=torch.cat(logprobs), hidden_ND=grad_ND, factors=totals, any_nonzero=any_nonzero)
 
     def _chunks(self, rows_M: torch.Tensor) -> Iterator[_Chunk]:
         rows_L, places_M = torch.unique_consecutive(rows_M, return_inverse=True)
@@ -157,9 +155,7 @@ def _to_probabilities_(
     return logits_CV, chosen_m - normalisers_C[chunk.places_m]
 
 
-def _to_gradient_(
-    probs_CV: torch.Tensor, chunk: _Chunk, targets_m: torch.Tensor, grad_m: torch.Tensor
-) -> torch.Tensor:
+def _to_gradient_(probs_CV: torch.Tensor, chunk: _Chunk, targets_m: torch.Tensor, grad_m: torch.Tensor) -> torch.Tensor:
     """Gradient of sum(grad * logprob) by the logits, in the probabilities' own memory."""
     totals_C = probs_CV.new_zeros(len(chunk.rows_C)).index_add_(0, chunk.places_m, grad_m)
     probs_CV.mul_(-totals_C[:, None])

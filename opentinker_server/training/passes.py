@@ -197,4 +197,5 @@ def _backward(
     return gradients
 
 
-def per_token(spec): return getattr(spec, "per_token", spec.name != "gspo")
+def per_token(spec):
+    return getattr(spec, "per_token", spec.name != "gspo")
