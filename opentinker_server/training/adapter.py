@@ -1,9 +1,13 @@
 """The live state of one adapter: weights, accumulated gradient, optimizer state.
 
-Shape legend: R rank.
+All parameters of an adapter lie end to end in one tensor, its gradient and moments likewise, so that an optimizer
+step is one operation however many modules there are; the factors are views.
+
+Shape legend: R rank, P parameters of an adapter.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -11,7 +15,8 @@ from opentinker_server.models.base import BaseModel
 from opentinker_server.models.lora import LoraWeights
 from opentinker_server.models.peft_adapter import LoraSettings, init_adapter
 from opentinker_server.training.optimizer import AdamState
-from opentinker_server.training.passes import Gradients
+
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(kw_only=True)
@@ -21,69 +26,77 @@ class LiveAdapter:
     lora: LoraSettings
     """How it is built."""
 
+    flat_P: torch.Tensor
+    """float32: A and B of each module, modules in sorted order. Optimizer steps write into it."""
+
     weights: LoraWeights
-    """float32 leaf tensors that require gradients; optimizer steps write into them."""
+    """Views of `flat_P`, leaf tensors that require gradients."""
 
     adam: AdamState
-    """Moments, in the order of `parameters`, and step count."""
+    """Moments, each one tensor [P], and step count."""
 
-    gradient: Gradients | None = None
+    gradient_P: torch.Tensor | None = None
     """Sum over the calls since the last step; absent before the first."""
 
-    def parameters(self) -> list[torch.Tensor]:
-        """A and B of each module, modules in sorted order: the order of every list over parameters."""
-        return flatten(self.weights.factors)
+    def alias(self) -> LoraWeights:
+        """The weights once more, as leaves of their own: calls that share a pass get a gradient each."""
+        return _as_leaves(self.flat_P, like=self.weights)
 
-    def accumulate(self, gradients: Gradients) -> None:
-        """Adds the gradient of one call; takes ownership of its tensors."""
-        if self.gradient is None:
-            self.gradient = gradients
-        else:
-            add_gradients(self.gradient, gradients)
+    def accumulate(self, gradient_P: torch.Tensor) -> None:
+        """Adds the gradient of one call; takes ownership of it."""
+        self.gradient_P = gradient_P if self.gradient_P is None else self.gradient_P.add_(gradient_P)
 
-    def take_gradient(self) -> list[torch.Tensor]:
-        """The accumulated gradient in the order of `parameters`, zero where there is none; forgets it."""
-        gradient, self.gradient = self.gradient, None
-        if gradient is None:
-            return [torch.zeros_like(parameter, requires_grad=False) for parameter in self.parameters()]
-        return flatten(gradient)
+    def take_gradient(self) -> torch.Tensor:
+        """The accumulated gradient [P], zero where there is none; forgets it."""
+        gradient_P, self.gradient_P = self.gradient_P, None
+        return torch.zeros_like(self.flat_P) if gradient_P is None else gradient_P
+
+    def moments(self) -> dict[str, Factors]:
+        """ "first" and "second" by module, views."""
+        return {
+            "first": split(self.adam.first[0], like=self.weights.factors),
+            "second": split(self.adam.second[0], like=self.weights.factors),
+        }
 
     def copy_weights(self) -> LoraWeights:
         """A copy without gradients that later steps do not reach."""
-        return LoraWeights(
-            scale=self.weights.scale,
-            factors={name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in self.weights.factors.items()},
-        )
+        return LoraWeights(scale=self.weights.scale, factors=split(self.flat_P.clone(), like=self.weights.factors))
 
 
 def fresh_adapter(base: BaseModel, lora: LoraSettings) -> LiveAdapter:
     """An adapter with seeded initial weights and an optimizer that has not stepped."""
-    return adapter_from(lora, init_adapter(lora, base), adam=None)
+    return adapter_from(lora, init_adapter(lora, base))
 
 
 def adapter_from(
-    lora: LoraSettings,
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    *,
-    adam: AdamState | None,
+    lora: LoraSettings, factors: Factors, *, moments: dict[str, Factors] | None = None, step: int = 0
 ) -> LiveAdapter:
-    """An adapter with the given weights (copied) and optimizer state; None starts at zero."""
-    weights = LoraWeights(
-        scale=lora.scale,
-        factors={
-            name: (a.detach().clone().requires_grad_(), b.detach().clone().requires_grad_())
-            for name, (a, b) in factors.items()
-        },
-    )
-    return LiveAdapter(lora=lora, weights=weights, adam=adam or AdamState.fresh(flatten(weights.factors)))
-
-
-def flatten(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """A and B of each module, modules in sorted order."""
-    return [tensor for name in sorted(pairs) for tensor in pairs[name]]
+    """An adapter with the given weights (copied) and optimizer state; without `moments` these start at zero."""
+    flat_P = flatten(factors)
+    adam = AdamState.fresh([flat_P])
+    if moments is not None:
+        adam = AdamState(first=[flatten(moments["first"])], second=[flatten(moments["second"])], step=step)
+    weights = _as_leaves(flat_P, like=LoraWeights(scale=lora.scale, factors=factors))
+    return LiveAdapter(lora=lora, flat_P=flat_P, weights=weights, adam=adam)
 
 
 @torch.no_grad()
-def add_gradients(total: Gradients, more: Gradients) -> None:
-    """Adds `more` to `total` in place; both have the same modules."""
-    torch._foreach_add_(flatten(total), flatten(more))
+def flatten(factors: Factors) -> torch.Tensor:
+    """A copy [P], float32: A and B of each module, modules in sorted order."""
+    return torch.cat([tensor.reshape(-1) for name in sorted(factors) for tensor in factors[name]]).float()
+
+
+def split(flat_P: torch.Tensor, *, like: Factors) -> Factors:
+    """Views of `flat_P` in the shapes of `like`; inverse of `flatten`."""
+    shapes = [tensor.shape for name in sorted(like) for tensor in like[name]]
+    ends = list(accumulate(shape.numel() for shape in shapes))
+    views = [flat_P[end - shape.numel() : end].view(shape) for shape, end in zip(shapes, ends, strict=True)]
+    return {name: (views[2 * index], views[2 * index + 1]) for index, name in enumerate(sorted(like))}
+
+
+def _as_leaves(flat_P: torch.Tensor, *, like: LoraWeights) -> LoraWeights:
+    factors = split(flat_P.detach(), like=like.factors)
+    return LoraWeights(
+        scale=like.scale,
+        factors={name: (a.detach().requires_grad_(), b.detach().requires_grad_()) for name, (a, b) in factors.items()},
+    )

@@ -70,40 +70,76 @@ class AdamState:
         )
 
 
-@torch.no_grad()
-def adam_step(
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    state: AdamState,
-    settings: AdamSettings,
-) -> float:
-    """One step in place on `weights` (float32) and `state`; returns the gradient norm before clipping.
+@dataclass(frozen=True, kw_only=True)
+class AdamStep:
+    """What one adapter's step needs."""
 
-    `gradients` may be overwritten. Raises NonFiniteGradient, with weights and state untouched, when the norm
-    is NaN, infinite, or so large (1.8e19 after clipping) that its square would be.
+    weights: Sequence[torch.Tensor]
+    """float32, changed in place."""
+
+    gradients: Sequence[torch.Tensor]
+    """float32, shaped like the weights; may be overwritten."""
+
+    state: AdamState
+    """Changed in place."""
+
+    settings: AdamSettings
+    """Of this step."""
+
+
+@torch.no_grad()
+def adam_steps(steps: Sequence[AdamStep]) -> list[float | NonFiniteGradient]:
+    """One step for each adapter: its gradient norm before clipping, or why it was refused.
+
+    Steps of equal settings are one fused operation over all their tensors, each with its own count. A step is
+    refused, its weights and state untouched, when its norm is NaN, infinite, or so large (1.8e19 after clipping) that
+    its square would be.
     """
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
+    outcomes = [_clip(step) for step in steps]
+    by_settings: dict[AdamSettings, list[AdamStep]] = {}
+    for step, outcome in zip(steps, outcomes, strict=True):
+        if not isinstance(outcome, NonFiniteGradient):
+            by_settings.setdefault(step.settings, []).append(step)
+    for settings, together in by_settings.items():
+        _apply(together, settings)
+    return outcomes
+
+
+def _clip(step: AdamStep) -> float | NonFiniteGradient:
+    norms = torch._foreach_norm(list(step.gradients), 2, dtype=torch.float64)
     norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
-    clip = settings.grad_clip_norm
+    clip = step.settings.grad_clip_norm
     applied_norm = clip if 0 < clip < norm else norm
     if not applied_norm < _LARGEST_NORM or not math.isfinite(norm):
-        raise NonFiniteGradient(
+        return NonFiniteGradient(
             f"The gradient's norm is {norm}: the optimizer step was refused and the gradient dropped; "
             "weights, moments and step are as before. Look for extreme ratios or advantages in the data."
         )
-    gradients = list(gradients)
     if applied_norm < norm:
-        torch._foreach_mul_(gradients, applied_norm / norm)
-    state.step += 1
-    torch._foreach_mul_(state.first, settings.beta1)
-    torch._foreach_add_(state.first, gradients, alpha=1 - settings.beta1)
-    torch._foreach_mul_(state.second, settings.beta2)
-    torch._foreach_addcmul_(state.second, gradients, gradients, value=1 - settings.beta2)
-    if settings.weight_decay != 0:
-        torch._foreach_mul_(list(weights), 1 - settings.learning_rate * settings.weight_decay)
-    denominators = torch._foreach_sqrt(state.second)
-    torch._foreach_div_(denominators, math.sqrt(1 - settings.beta2**state.step))
-    torch._foreach_add_(denominators, settings.eps)
-    step_size = settings.learning_rate / (1 - settings.beta1**state.step)
-    torch._foreach_addcdiv_(list(weights), state.first, denominators, value=-step_size)
+        torch._foreach_mul_(list(step.gradients), applied_norm / norm)
     return norm
+
+
+def _apply(steps: Sequence[AdamStep], settings: AdamSettings) -> None:
+    """torch.optim.AdamW's fused kernel, which reads and writes each tensor once."""
+    counts = []
+    for step in steps:
+        step.state.step += 1
+        counts += [torch.tensor(float(step.state.step), device=step.weights[0].device)] * len(step.weights)
+    torch._fused_adamw_(
+        [tensor for step in steps for tensor in step.weights],
+        [tensor for step in steps for tensor in step.gradients],
+        [tensor for step in steps for tensor in step.state.first],
+        [tensor for step in steps for tensor in step.state.second],
+        [],
+        counts,
+        lr=settings.learning_rate,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None,
+        found_inf=None,
+    )

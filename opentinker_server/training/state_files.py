@@ -32,9 +32,8 @@ from opentinker_server.models.peft_adapter import (
     export_peft,
     to_peft_tensors,
 )
-from opentinker_server.training.adapter import LiveAdapter, adapter_from
+from opentinker_server.training.adapter import Factors, LiveAdapter, adapter_from
 from opentinker_server.training.errors import TrainingError
-from opentinker_server.training.optimizer import AdamState
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -105,8 +104,9 @@ def read_state(directory: Path, *, base: BaseModel, lora: LoraSettings, with_opt
         )
     _check_same_kind(saved, base=base, lora=lora)
     factors = _read_factors(saved, base)
-    adam = _read_optimizer(saved, factors, base) if with_optimizer else None
-    return adapter_from(lora, factors, adam=adam)
+    if not with_optimizer:
+        return adapter_from(lora, factors)
+    return adapter_from(lora, factors, moments=_read_moments(saved, factors, base), step=saved.step)
 
 
 def read_weights(directory: Path, *, base: BaseModel, sha256: str | None = None) -> LoraWeights:
@@ -250,32 +250,26 @@ def _read_factors(saved: _Saved, base: BaseModel) -> dict[str, tuple[torch.Tenso
 
 
 def _optimizer_tensors(adapter: LiveAdapter) -> dict[str, torch.Tensor]:
-    names = _parameter_names(adapter.weights.factors)
     return {
-        f"{moment}.{name}": tensor.contiguous()
-        for moment, tensors in (("first", adapter.adam.first), ("second", adapter.adam.second))
-        for name, tensor in zip(names, tensors, strict=True)
+        f"{moment}.{module}.{factor}": tensor
+        for moment, factors in adapter.moments().items()
+        for module, pair in factors.items()
+        for factor, tensor in zip("AB", pair, strict=True)
     }
 
 
-def _read_optimizer(saved: _Saved, factors: dict[str, tuple[torch.Tensor, torch.Tensor]], base: BaseModel) -> AdamState:
-    names = _parameter_names(factors)
+def _read_moments(saved: _Saved, factors: Factors, base: BaseModel) -> dict[str, Factors]:
     shapes = {
-        f"{moment}.{name}": tuple(tensor.shape)
+        f"{moment}.{module}.{factor}": tuple(tensor.shape)
         for moment in ("first", "second")
-        for name, tensor in zip(names, (t for key in sorted(factors) for t in factors[key]), strict=True)
+        for module, pair in factors.items()
+        for factor, tensor in zip("AB", pair, strict=True)
     }
     tensors = _read_tensors(saved, OPTIMIZER_FILE, shapes, base)
-    return AdamState(
-        first=[tensors[f"first.{name}"].clone() for name in names],
-        second=[tensors[f"second.{name}"].clone() for name in names],
-        step=saved.step,
-    )
-
-
-def _parameter_names(factors: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
-    """Names in the order of `LiveAdapter.parameters`."""
-    return [f"{module}.{factor}" for module in sorted(factors) for factor in ("A", "B")]
+    return {
+        moment: {module: (tensors[f"{moment}.{module}.A"], tensors[f"{moment}.{module}.B"]) for module in factors}
+        for moment in ("first", "second")
+    }
 
 
 def _write_rest(directory: Path, kind: str, *, base: BaseModel, adapter: LiveAdapter) -> tuple[int, str]:

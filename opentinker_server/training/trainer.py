@@ -1,26 +1,23 @@
-"""The trainer: live adapters on one frozen base model, one call at a time.
+"""The trainer: live adapters on one frozen base model, whose calls may share a pass.
 
 Owned by the worker's loop thread; nothing here is safe to call from two threads.
 """
 
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from opentinker_server.models.base import BaseModel
 from opentinker_server.models.lora import LoraWeights
 from opentinker_server.models.peft_adapter import LoraSettings
 from opentinker_server.training import state_files
-from opentinker_server.training.adapter import LiveAdapter, add_gradients, fresh_adapter
-from opentinker_server.training.datum import TrainDatum, plan_micro_batches
-from opentinker_server.training.errors import TrainingError
+from opentinker_server.training.adapter import LiveAdapter, fresh_adapter
+from opentinker_server.training.call import ForwardBackwardOutput, TrainingCall
+from opentinker_server.training.datum import TrainDatum
+from opentinker_server.training.errors import NonFiniteGradient, TrainingError
 from opentinker_server.training.loss_specs import LOSS_SPECS, resolve_config
-from opentinker_server.training.metrics import MetricAccumulator
-from opentinker_server.training.optimizer import AdamSettings, adam_step
-from opentinker_server.training.passes import Gradients, Share, ShareResult, run_pass
+from opentinker_server.training.optimizer import AdamSettings, AdamStep, adam_steps
+from opentinker_server.training.passes import run_pass
 from opentinker_server.training.state_files import SavedState
 
 
@@ -39,20 +36,6 @@ class TrainerConfig:
 
     max_rank: int = 128
     """Largest LoRA rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardBackwardOutput:
-    """Result of a forward or forward_backward call, datums in the caller's order."""
-
-    logprobs: list[np.ndarray]
-    """Per datum, float32, shaped like its targets; natural log at temperature 1."""
-
-    losses: list[float]
-    """Per datum; their sum is the metric `loss:sum`."""
-
-    metrics: dict[str, float]
-    """"<name>:<reduction>": `loss:sum`, and those of `losses.METRICS` that the loss observes."""
 
 
 class Trainer:
@@ -99,7 +82,7 @@ class Trainer:
         self._get(adapter_id)
         del self._adapters[adapter_id]
 
-    def forward_backward(
+    def begin(
         self,
         adapter_id: str,
         data: Sequence[TrainDatum],
@@ -107,13 +90,11 @@ class Trainer:
         config: dict[str, float],
         *,
         backward: bool,
-    ) -> Generator[int, None, ForwardBackwardOutput]:
-        """Loss, log-probabilities and, with `backward`, a gradient that is added to the adapter's.
+        trained_only: bool = False,
+    ) -> TrainingCall:
+        """A call whose micro-batches `run` carries out and whose gradient `finish` adds.
 
-        Runs in micro-batches and yields the number of datums done after each, so that other work can come
-        between. The gradient is added when the generator is resumed after its last yield: a failure or a
-        `close()` before leaves the adapter as it was. Raises, at the first resumption, TrainingError
-        NOT_FOUND, INVALID_LOSS, or INVALID_ARGUMENT when `data` is empty.
+        Raises TrainingError NOT_FOUND, INVALID_LOSS, or INVALID_ARGUMENT when `data` is empty.
         """
         adapter = self._get(adapter_id)
         if loss_fn not in LOSS_SPECS:
@@ -129,30 +110,88 @@ class Trainer:
             resolved = resolve_config(spec, config)
         except ValueError as error:
             raise TrainingError(str(error), reason="INVALID_LOSS", field=loss_fn) from error
-        gathered = _Gathered(len(data))
-        plan = plan_micro_batches(
-            [len(datum.tokens) for datum in data], max_tokens=self._config.max_tokens_per_micro_batch
+        return TrainingCall(
+            adapter_id=adapter_id,
+            weights=adapter.alias(),
+            spec=spec,
+            config=resolved,
+            data=data,
+            backward=backward,
+            trained_only=trained_only,
+            max_tokens=self._config.max_tokens_per_micro_batch,
         )
-        for indices in plan:
-            share = Share(weights=adapter.weights, spec=spec, config=resolved, data=[data[index] for index in indices])
-            (result,) = run_pass(self._base, [share], backward=backward, head_chunk_rows=self._config.head_chunk_rows)
-            gathered.add(indices, result)
-            yield gathered.num_done
-        if gathered.gradients is not None:
-            adapter.accumulate(gathered.gradients)
-        return gathered.output()
+
+    def run(self, calls: Sequence[TrainingCall]) -> None:
+        """The next micro-batch of each call, all in one pass; none of them is done, all or none run backward.
+
+        What a call gets does not depend on the others beyond rounding. When this raises, nothing has changed.
+        """
+        shares = [call.next_share() for call in calls]
+        results = run_pass(self._base, shares, backward=calls[0].backward, head_chunk_rows=self._config.head_chunk_rows)
+        for call, result in zip(calls, results, strict=True):
+            call.add(result)
+
+    def finish(self, call: TrainingCall) -> ForwardBackwardOutput:
+        """Adds the gradient of a call that is done to its adapter's. Raises TrainingError NOT_FOUND."""
+        adapter = self._get(call.adapter_id)
+        if call.gradient_P is not None:
+            adapter.accumulate(call.gradient_P)
+        return call.output()
+
+    def forward_backward(
+        self,
+        adapter_id: str,
+        data: Sequence[TrainDatum],
+        loss_fn: str,
+        config: dict[str, float],
+        *,
+        backward: bool,
+    ) -> Generator[int, None, ForwardBackwardOutput]:
+        """One call alone, from `begin` to `finish`; yields the number of datums done after each micro-batch.
+
+        The gradient is added when the generator is resumed after its last yield: a failure or a `close()` before
+        leaves the adapter as it was.
+        """
+        call = self.begin(adapter_id, data, loss_fn, config, backward=backward)
+        while not call.is_done:
+            self.run([call])
+            yield call.num_done
+        return self.finish(call)
 
     def optim_step(self, adapter_id: str, adam: AdamSettings) -> dict[str, float]:
-        """One step over the accumulated gradient, which is then dropped.
+        """`optim_steps` for one adapter. Raises NonFiniteGradient."""
+        (outcome,) = self.optim_steps([(adapter_id, adam)])
+        if isinstance(outcome, NonFiniteGradient):
+            raise outcome
+        return outcome
 
-        Without an accumulated gradient the gradient is zero: moments decay, and the step counts. Returns
-        `grad_norm` (before clipping), `step` (steps taken, this one included) and `learning_rate`. Raises
-        NonFiniteGradient: weights, moments and step stay, the gradient is dropped all the same.
+    def optim_steps(self, steps: Sequence[tuple[str, AdamSettings]]) -> list[dict[str, float] | NonFiniteGradient]:
+        """One step of each adapter, all different, over its accumulated gradient, which is then dropped.
+
+        Without an accumulated gradient the gradient is zero: moments decay, and the step counts. Gives
+        `grad_norm` (before clipping), `step` (steps taken, this one included) and `learning_rate`, or a
+        NonFiniteGradient: that adapter's weights, moments and step stay, its gradient is dropped all the same.
+        Raises TrainingError NOT_FOUND before anything is done.
         """
-        adapter = self._get(adapter_id)
-        gradients = adapter.take_gradient()
-        norm = adam_step(adapter.parameters(), gradients, adapter.adam, adam)
-        return {"grad_norm": norm, "step": float(adapter.adam.step), "learning_rate": adam.learning_rate}
+        adapters = [self._get(adapter_id) for adapter_id, _ in steps]
+        outcomes = adam_steps(
+            [
+                AdamStep(
+                    weights=[adapter.flat_P], gradients=[adapter.take_gradient()], state=adapter.adam, settings=settings
+                )
+                for adapter, (_, settings) in zip(adapters, steps, strict=True)
+            ]
+        )
+        return [
+            outcome
+            if isinstance(outcome, NonFiniteGradient)
+            else {
+                "grad_norm": outcome,
+                "step": float(adapter.adam.step),
+                "learning_rate": settings.learning_rate,
+            }
+            for adapter, (_, settings), outcome in zip(adapters, steps, outcomes, strict=True)
+        ]
 
     def save_state(self, adapter_id: str, directory: Path) -> SavedState:
         """Writes weights and optimizer state into the empty folder `directory`, durably.
@@ -194,39 +233,3 @@ class Trainer:
         if adapter_id not in self._adapters:
             raise TrainingError(f"No live adapter {adapter_id} on this worker.", reason="NOT_FOUND")
         return self._adapters[adapter_id]
-
-
-class _Gathered:
-    """Results of a call's micro-batches, put back into the caller's order."""
-
-    def __init__(self, num_data: int) -> None:
-        self.num_done = 0
-        self.gradients: Gradients | None = None
-        self._logprobs: list[np.ndarray | None] = [None] * num_data
-        self._losses = [0.0] * num_data
-        self._metrics = MetricAccumulator()
-
-    def add(self, indices: Sequence[int], result: ShareResult) -> None:
-        for index, logprobs, loss in zip(indices, result.logprobs, result.losses, strict=True):
-            self._logprobs[index], self._losses[index] = logprobs, loss
-        for observations in result.observations:
-            self._metrics.add(observations)
-        self.num_done += len(indices)
-        if self.gradients is None:
-            self.gradients = result.gradients
-        elif result.gradients is not None:
-            add_gradients(self.gradients, result.gradients)
-
-    def output(self) -> ForwardBackwardOutput:
-        logprobs = [values for values in self._logprobs if values is not None]
-        assert len(logprobs) == len(self._losses)
-        return ForwardBackwardOutput(
-            logprobs=logprobs,
-            losses=self._losses,
-            metrics={"loss:sum": _exact_sum(self._losses)} | self._metrics.result(),
-        )
-
-
-def _exact_sum(values: Sequence[float]) -> float:
-    """The sum, rounded once, so that it does not depend on any order; NaN and infinities pass through."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

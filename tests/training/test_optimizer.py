@@ -5,9 +5,17 @@ import pytest
 import torch
 
 from opentinker_server.training.errors import NonFiniteGradient
-from opentinker_server.training.optimizer import AdamSettings, AdamState, adam_step
+from opentinker_server.training.optimizer import AdamSettings, AdamState, AdamStep, adam_steps
 
 SHAPES = [(3, 5), (4, 2), (7,)]
+
+
+def adam_step(weights, gradients, state, settings) -> float:
+    """One adapter's step; raises what refused it."""
+    (outcome,) = adam_steps([AdamStep(weights=weights, gradients=gradients, state=state, settings=settings)])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def make(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
