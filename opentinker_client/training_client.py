@@ -92,11 +92,17 @@ class TrainingClient:
         return self._connection.submit(run(self._connection.link))
 
     def _prepare(
-        self, data: Sequence[types.Datum], loss_fn: str, config: Mapping[str, Any] | None, *, forward_only: bool
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        config: Mapping[str, Any] | None,
+        *,
+        forward_only: bool,
+        trained_only: bool = False,
     ) -> Callable[[Link], Awaitable[Any]]:
         """Builds a forward or forward_backward; what is returned submits it, the turn being held."""
         header, batches = requests.forward_backward(
-            data, loss_fn, config, forward_only=forward_only, limits=self._info.limits
+            data, loss_fn, config, forward_only=forward_only, trained_only=trained_only, limits=self._info.limits
         )
 
         async def submit(link: Link) -> Any:
@@ -108,11 +114,7 @@ class TrainingClient:
 
         return submit
 
-    def _pass(
-        self, data: Sequence[types.Datum], loss_fn: str, config: Mapping[str, Any] | None, *, forward_only: bool
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        submit = self._prepare(data, loss_fn, config, forward_only=forward_only)
-
+    def _pass(self, submit: Callable[[Link], Awaitable[Any]]) -> APIFuture[types.ForwardBackwardOutput]:
         async def run(link: Link) -> types.ForwardBackwardOutput:
             async with self._order.turn:
                 operation = await submit(link)
@@ -128,7 +130,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Loss and log-probabilities, without a gradient."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._pass(self._prepare(data, loss_fn, loss_fn_config, forward_only=True))
 
     @checked
     def forward_backward(
@@ -136,13 +138,18 @@ class TrainingClient:
         data: Sequence[types.Datum],
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        trained_only: bool = False,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Loss, log-probabilities, and a gradient that is added to the adapter's until the next optim_step.
 
         Losses are sums over tokens and datums; `metrics["loss:sum"]` is the value. A malformed datum refuses the whole
-        call and adds nothing. However large the data, it is one call and one gradient.
+        call and adds nothing. However large the data, it is one call and one gradient. With `trained_only` the
+        log-probabilities of tokens of mask or weight 0 are not computed and come back as 0, which saves the output
+        head's work on prompts.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        submit = self._prepare(data, loss_fn, loss_fn_config, forward_only=False, trained_only=trained_only)
+        return self._pass(submit)
 
     @checked
     def forward_backward_custom(

@@ -248,6 +248,7 @@ def worker_config(config: Config) -> WorkerConfig:
         threads=config.model.threads,
         training_weight=config.training.weight,
         sampling_weight=config.sampler.weight,
+        deterministic=config.training.deterministic,
         log_level=config.logging.level,  # type: ignore[arg-type]
         trainer=TrainerLimits(
             max_tokens_per_micro_batch=config.training.max_tokens_per_micro_batch,

@@ -73,6 +73,8 @@ class TrainingSettings:
     """Largest LoRA rank."""
     weight: float = 1.0
     """Share of the device's time for training when sampling has work too."""
+    deterministic: bool = False
+    """Give every training call its passes to itself, so that no bit of its numbers depends on what else runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,7 @@ def forward_backward(
     config: Mapping[str, float | str] | None,
     *,
     forward_only: bool,
+    trained_only: bool = False,
     limits: types.Limits,
 ) -> tuple[training_pb2.ForwardBackwardHeader, list[training_pb2.ForwardBackwardRequest]]:
     """The header, whose sequence is filled in at submission, and the messages that follow it.
@@ -112,7 +113,9 @@ def forward_backward(
         )
     if max(sizes) > limits.max_message_bytes:
         raise ValueError(f"a datum has {max(sizes)} bytes; the server takes {limits.max_message_bytes}")
-    header = training_pb2.ForwardBackwardHeader(loss_fn=loss_fn, forward_only=forward_only, num_datums=len(data))
+    header = training_pb2.ForwardBackwardHeader(
+        loss_fn=loss_fn, forward_only=forward_only, trained_only=trained_only, num_datums=len(data)
+    )
     for key, value in (config or {}).items():
         if isinstance(value, str):
             header.loss_fn_config[key].text = value

@@ -215,6 +215,7 @@ class TrainingService:
                 loss_fn=header.loss_fn,
                 loss_fn_config=header.loss_fn_config,
                 forward_only=header.forward_only,
+                trained_only=header.trained_only,
                 data=data,
             )
             async for reply in self._worker.stream(worker_pb2.WorkerCommand(forward_backward=command)):

@@ -1,17 +1,14 @@
-"""Commands that are carried out in units: those of adapters, and exports.
-
-A command is a generator: each `next` is one unit of device work, between which the loop does other things; it
-yields the number of datums done and returns the reply.
-"""
+"""Commands that are carried out in units of device work: those of adapters, and exports."""
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opentinker_client.wire.v1 import operation_pb2
 from opentinker_server.models.base import BaseModel
 from opentinker_server.models.peft_adapter import merge_into_base
 from opentinker_server.sampler.base import SamplerBackend
+from opentinker_server.training.call import TrainingCall
 from opentinker_server.training.errors import TrainingError
 from opentinker_server.training.state_files import content_hash, read_weights
 from opentinker_server.training.trainer import Trainer
@@ -19,8 +16,6 @@ from opentinker_server.workers import codec
 from opentinker_server.workers.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
-
-Units = Generator[int, None, worker_pb2.WorkerReply]
 
 NO_ADAPTER = ""
 """Queue of the commands that concern no live adapter."""
@@ -53,25 +48,80 @@ class AdapterCommands:
         """Adapters with live state."""
         return len(self._live)
 
-    def start(self, command: worker_pb2.WorkerCommand) -> Units:
-        """The units of a command for which `queue_of` is not None.
+    def run(self, command: worker_pb2.WorkerCommand) -> worker_pb2.WorkerReply:
+        """A command that is one unit of work: any for which `queue_of` is not None but the two below.
 
-        They raise TrainingError or SamplingError when the command is refused. Any other exception is a fault, after
-        which the adapter is as before the command or, where that cannot be known, lost.
+        Raises TrainingError or SamplingError when the command is refused. Any other exception is a fault, after
+        which the adapter is as before the command.
         """
         kind = command.WhichOneof("command")
-        body = getattr(command, kind)
         adapter_id = queue_of(command)
-        if adapter_id in self._lost and kind != "drop_adapter":
+        if kind != "drop_adapter":
+            self._refuse_lost(adapter_id)
+        return self._with_step(adapter_id, _ONE_UNIT[kind](self, getattr(command, kind)))
+
+    def begin(self, command: worker_pb2.WorkerCommand) -> TrainingCall:
+        """A forward_backward, decoded. Raises as `run`."""
+        body = command.forward_backward
+        self._refuse_lost(body.adapter_id)
+        return self._trainer.begin(
+            body.adapter_id,
+            [codec.decode_datum(datum, datum_index=index) for index, datum in enumerate(body.data)],
+            body.loss_fn,
+            codec.decode_loss_config(body.loss_fn_config),
+            backward=not body.forward_only,
+            trained_only=body.trained_only,
+        )
+
+    def run_calls(self, calls: Sequence[TrainingCall]) -> None:
+        """One pass; see `Trainer.run`."""
+        self._trainer.run(calls)
+
+    def finish(self, call: TrainingCall) -> worker_pb2.WorkerReply:
+        """The reply of a call that is done; its gradient is added."""
+        output = self._trainer.finish(call)
+        if call.backward:
+            self.num_tokens_trained += call.num_tokens
+        else:
+            self.num_tokens_scored += call.num_tokens
+        reply = worker_pb2.WorkerReply(forward_backward=codec.encode_forward_backward(output))
+        return self._with_step(call.adapter_id, reply)
+
+    def optim_steps(self, commands: Sequence[worker_pb2.WorkerCommand]) -> list[worker_pb2.WorkerReply | Exception]:
+        """One step of each of several adapters: the replies, or what each was refused for."""
+        outcomes: dict[str, worker_pb2.WorkerReply | Exception] = {}
+        steps = []
+        for body in (command.optim_step for command in commands):
+            try:
+                self._refuse_lost(body.adapter_id)
+                self._trainer.step(body.adapter_id)
+                steps.append((body.adapter_id, codec.decode_adam(body.adam)))
+            except Exception as error:
+                outcomes[body.adapter_id] = error
+        try:
+            results = self._trainer.optim_steps(steps)
+        except Exception as error:
+            # Weights and moments change in place: steps that broke off may have changed some of them.
+            log.exception("optimizer steps of adapters %s broke off; their state is lost", [name for name, _ in steps])
+            outcomes |= {adapter_id: self._lose(adapter_id, error) for adapter_id, _ in steps}
+        else:
+            for (adapter_id, _), result in zip(steps, results, strict=True):
+                if isinstance(result, Exception):
+                    outcomes[adapter_id] = result
+                else:
+                    reply = worker_pb2.WorkerReply(optim_step=operation_pb2.OptimStepResult(metrics=result))
+                    outcomes[adapter_id] = self._with_step(adapter_id, reply)
+        return [outcomes[command.optim_step.adapter_id] for command in commands]
+
+    def _refuse_lost(self, adapter_id: str | None) -> None:
+        if adapter_id in self._lost:
             raise TrainingError(
                 f"The live state of adapter {adapter_id} was lost in a fault; drop it and reload a checkpoint.",
                 reason="STATE_LOST",
                 field=adapter_id or "",
             )
-        if kind == "forward_backward":
-            reply = yield from self._forward_backward(body)
-        else:
-            reply = _ONE_UNIT[kind](self, body)
+
+    def _with_step(self, adapter_id: str | None, reply: worker_pb2.WorkerReply) -> worker_pb2.WorkerReply:
         if adapter_id in self._live:
             reply.step = self._trainer.step(adapter_id)
         return reply
@@ -97,48 +147,6 @@ class AdapterCommands:
             self._trainer.drop_adapter(body.adapter_id)
             self._live.remove(body.adapter_id)
         return _done()
-
-    def _forward_backward(self, body: worker_pb2.ForwardBackward) -> Units:
-        data = [codec.decode_datum(datum, datum_index=index) for index, datum in enumerate(body.data)]
-        units = self._trainer.forward_backward(
-            body.adapter_id,
-            data,
-            body.loss_fn,
-            codec.decode_loss_config(body.loss_fn_config),
-            backward=not body.forward_only,
-        )
-        while True:
-            try:
-                num_done = next(units)
-            except StopIteration as end:
-                output = end.value
-                break
-            # The result follows the last micro-batch at once.
-            if num_done < len(data):
-                yield num_done
-        num_tokens = sum(len(datum.tokens) for datum in data)
-        if body.forward_only:
-            self.num_tokens_scored += num_tokens
-        else:
-            self.num_tokens_trained += num_tokens
-        return worker_pb2.WorkerReply(forward_backward=codec.encode_forward_backward(output))
-
-    def _optim_step(self, body: worker_pb2.OptimStep) -> worker_pb2.WorkerReply:
-        try:
-            metrics = self._trainer.optim_step(body.adapter_id, codec.decode_adam(body.adam))
-        except TrainingError:
-            raise
-        except Exception as error:
-            # Weights and moments change in place: a step that broke off may have changed some of them.
-            self._lose(body.adapter_id)
-            log.exception("optimizer step of adapter %s broke off; its state is lost", body.adapter_id)
-            raise TrainingError(
-                f"The optimizer step broke off ({type(error).__name__}); the live state of the adapter is lost: drop "
-                "it and reload a checkpoint.",
-                reason="STATE_LOST",
-                field=body.adapter_id,
-            ) from error
-        return worker_pb2.WorkerReply(optim_step=operation_pb2.OptimStepResult(metrics=metrics))
 
     def _save_state(self, body: worker_pb2.SaveState) -> worker_pb2.WorkerReply:
         saved = self._trainer.save_state(body.adapter_id, Path(body.directory))
@@ -170,10 +178,16 @@ class AdapterCommands:
         merge_into_base(Path(body.target_directory), self._base, weights)
         return _done()
 
-    def _lose(self, adapter_id: str) -> None:
+    def _lose(self, adapter_id: str, error: Exception) -> TrainingError:
         self._trainer.drop_adapter(adapter_id)
         self._live.remove(adapter_id)
         self._lost.add(adapter_id)
+        return TrainingError(
+            f"The optimizer step broke off ({type(error).__name__}); the live state of the adapter is lost: drop "
+            "it and reload a checkpoint.",
+            reason="STATE_LOST",
+            field=adapter_id,
+        )
 
 
 def _done() -> worker_pb2.WorkerReply:
@@ -183,10 +197,9 @@ def _done() -> worker_pb2.WorkerReply:
 _ONE_UNIT: dict[str, Callable[..., worker_pb2.WorkerReply]] = {
     "create_adapter": AdapterCommands._create_adapter,
     "drop_adapter": AdapterCommands._drop_adapter,
-    "optim_step": AdapterCommands._optim_step,
     "save_state": AdapterCommands._save_state,
     "load_state": AdapterCommands._load_state,
     "publish_snapshot": AdapterCommands._publish_snapshot,
     "export_merged": AdapterCommands._export_merged,
 }
-_OF_ADAPTERS = (_ONE_UNIT.keys() | {"forward_backward"}) - {"export_merged"}
+_OF_ADAPTERS = (_ONE_UNIT.keys() | {"forward_backward", "optim_step"}) - {"export_merged"}

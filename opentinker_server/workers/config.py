@@ -68,6 +68,9 @@ class WorkerConfig:
     sampling_weight: float = 1.0
     """Share of the device's time for sampling, relative to `training_weight`, when both have work."""
 
+    deterministic: bool = False
+    """Every training call has its passes to itself: its numbers do not depend, in any bit, on what else runs."""
+
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe record that is written to standard error."""
 
@@ -119,7 +122,8 @@ def _build(cls: type, values: Any, *, where: str) -> Any:
         raise ValueError(f"{where} has unknown keys: {', '.join(unknown)}")
     for name, value in values.items():
         allowed = _JSON_TYPES.get(fields[name].type, (str, TrainerLimits, EngineLimits))
-        if isinstance(value, bool) or not isinstance(value, allowed):
+        is_bool = fields[name].type is bool
+        if isinstance(value, bool) != is_bool or not (is_bool or isinstance(value, allowed)):
             raise ValueError(f"{name} in {where} has the wrong type: {type(value).__name__}")
     try:
         return cls(**values)

@@ -20,13 +20,17 @@ class FairShare:
 
     def pick(self, ready: Sequence[str]) -> str:
         """Which of `ready`, the names that have work now, goes next; the first one on a tie."""
+        return self.order(ready)[0]
+
+    def order(self, ready: Sequence[str]) -> list[str]:
+        """`ready` in the order of their turns, for work that may take several along."""
         for name in ready:
             if name not in self._had_work:
                 self._virtual[name] = max(self._virtual.get(name, 0.0), self._clock)
         self._had_work = frozenset(ready)
-        chosen = min(ready, key=lambda name: self._virtual[name])
-        self._clock = max(self._clock, self._virtual[chosen])
-        return chosen
+        order = sorted(ready, key=lambda name: self._virtual[name])
+        self._clock = max(self._clock, self._virtual[order[0]])
+        return order
 
     def charge(self, name: str, seconds: float) -> None:
         """Accounts for time that a picked name used."""

@@ -12,12 +12,12 @@ from opentinker_server.sampler.base import Delta, Failed, SampleEvent, SamplerBa
 from opentinker_server.training.state_files import read_weights
 from opentinker_server.training.trainer import Trainer
 from opentinker_server.workers import codec
-from opentinker_server.workers.adapter_commands import AdapterCommands, Units, queue_of
+from opentinker_server.workers.adapter_commands import AdapterCommands, queue_of
 from opentinker_server.workers.config import WorkerConfig
 from opentinker_server.workers.errors import DeviceFault, is_device_fault, is_expected, make_error_info, to_error_info
 from opentinker_server.workers.fair_share import FairShare
 from opentinker_server.workers.stats import resident_bytes
-from opentinker_server.workers.unit_queue import UnitQueue
+from opentinker_server.workers.training_turns import TrainingTurns
 from opentinker_server.workers.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,11 @@ class WorkerLoop:
         self._inbox = inbox
         self._send = send
         self._commands = AdapterCommands(base=base, trainer=trainer, sampler=sampler)
-        self._training = UnitQueue()
+        self._training = TrainingTurns(
+            self._commands,
+            max_rows=config.trainer.max_tokens_per_micro_batch,
+            deterministic=config.deterministic,
+        )
         self._sampling: set[int] = set()
         self._shares = FairShare({TRAINING: config.training_weight, SAMPLING: config.sampling_weight})
         self._seconds = {TRAINING: 0.0, SAMPLING: 0.0}
@@ -139,19 +143,16 @@ class WorkerLoop:
         self._seconds[kind] += seconds
 
     def _training_unit(self) -> None:
-        started = time.perf_counter()
-        item, units = self._training.pick(self._commands.start)
-        command_id = item.command.command_id
-        outcome = _advance(units)
-        self._training.charge(item, time.perf_counter() - started)
-        if isinstance(outcome, int):
-            self._send(worker_pb2.WorkerReply(command_id=command_id, datums_done=outcome))
-            return
-        self._training.finish(item)
-        if isinstance(outcome, Exception):
-            self._fail([command_id], outcome)
-        else:
-            self._finish(command_id, outcome)
+        failed: dict[Exception, list[int]] = {}
+        for command_id, outcome in self._training.run():
+            if isinstance(outcome, int):
+                self._send(worker_pb2.WorkerReply(command_id=command_id, datums_done=outcome))
+            elif isinstance(outcome, Exception):
+                failed.setdefault(outcome, []).append(command_id)
+            else:
+                self._finish(command_id, outcome)
+        for error, command_ids in failed.items():
+            self._fail(command_ids, error)
 
     def _sampling_step(self) -> None:
         try:
@@ -181,7 +182,7 @@ class WorkerLoop:
         if command_id in self._sampling:
             self._sampler.cancel(command_id)
             self._sampling.remove(command_id)
-        elif not self._training.remove(command_id):
+        elif not self._training.cancel(command_id):
             return
         self._finish_with_error(command_id, make_error_info("CANCELLED", "Cancelled before it was done."))
 
@@ -197,6 +198,7 @@ class WorkerLoop:
         values: dict[str, float] = {
             "adapters": self._commands.num_live,
             "commands_waiting": len(self._training),
+            "training_passes": self._training.num_passes,
             "tokens_trained": self._commands.num_tokens_trained,
             "tokens_scored": self._commands.num_tokens_scored,
             "training_seconds": self._seconds[TRAINING],
@@ -228,18 +230,8 @@ class WorkerLoop:
 
     def _refuse_unfinished(self) -> None:
         ended = make_error_info("UNAVAILABLE", "The device worker ended before the command was done.")
-        for command in self._training.drain():
-            self._finish_with_error(command.command_id, ended)
+        for command_id in self._training.drain():
+            self._finish_with_error(command_id, ended)
         for command_id in sorted(self._sampling):
             self._finish_with_error(command_id, ended)
         self._sampling.clear()
-
-
-def _advance(units: Units) -> int | worker_pb2.WorkerReply | Exception:
-    """Runs one unit: the number of datums done, the reply if it was the last, or what went wrong."""
-    try:
-        return next(units)
-    except StopIteration as end:
-        return end.value
-    except Exception as error:
-        return error

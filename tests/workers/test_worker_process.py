@@ -250,15 +250,6 @@ def test_weights_that_overflow_fail_their_samples_only(driver) -> None:
     assert tokens_of(other.sample.sequences[0]) == tokens_of(alone.sample.sequences[0])
 
 
-def test_step_that_breaks_off_loses_the_adapter_for_all_to_see(driver) -> None:
-    adapter_id = driver.new_adapter()
-    # 1 - beta1 ** t is 0: the division fails after the moments have changed.
-    assert reason_of(driver, driver.optim_step(adapter_id, beta1=1.0)) == "STATE_LOST"
-    assert reason_of(driver, driver.forward_backward(adapter_id, [driver.datum([1, 2])])) == "STATE_LOST"
-    driver.call(worker_pb2.WorkerCommand(drop_adapter=worker_pb2.DropAdapter(adapter_id=adapter_id)))
-    assert reason_of(driver, driver.forward_backward(adapter_id, [driver.datum([1, 2])])) == "NOT_FOUND"
-
-
 def test_stats_count_work(driver) -> None:
     before = driver.stats()
     adapter_id = driver.new_adapter()

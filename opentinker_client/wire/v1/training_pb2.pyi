@@ -58,7 +58,7 @@ class LossConfigValue(_message.Message):
     def __init__(self, number: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ForwardBackwardHeader(_message.Message):
-    __slots__ = ("sequence", "loss_fn", "loss_fn_config", "forward_only", "num_datums")
+    __slots__ = ("sequence", "loss_fn", "loss_fn_config", "forward_only", "num_datums", "trained_only")
     class LossFnConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,12 +71,14 @@ class ForwardBackwardHeader(_message.Message):
     LOSS_FN_CONFIG_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     NUM_DATUMS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_ONLY_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     loss_fn: str
     loss_fn_config: _containers.MessageMap[str, LossConfigValue]
     forward_only: bool
     num_datums: int
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, LossConfigValue]] = ..., forward_only: bool = ..., num_datums: _Optional[int] = ...) -> None: ...
+    trained_only: bool
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, LossConfigValue]] = ..., forward_only: bool = ..., num_datums: _Optional[int] = ..., trained_only: bool = ...) -> None: ...
 
 class DatumBatch(_message.Message):
     __slots__ = ("data",)

@@ -30,7 +30,7 @@ from opentinker_client.wire.v1 import sampling_pb2 as opentinker_dot_v1_dot_samp
 from opentinker_client.wire.v1 import training_pb2 as opentinker_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!opentinker/worker/v1/worker.proto\x12\x14opentinker.worker.v1\x1a\x19opentinker/v1/datum.proto\x1a\x19opentinker/v1/error.proto\x1a\x1dopentinker/v1/operation.proto\x1a\x1aopentinker/v1/policy.proto\x1a\x1copentinker/v1/sampling.proto\x1a\x1copentinker/v1/training.proto\"w\n\rCreateAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\'\n\x04lora\x18\x02 \x01(\x0b\x32\x19.opentinker.v1.LoraConfig\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x04 \x01(\x08\"!\n\x0b\x44ropAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"\x96\x02\n\x0f\x46orwardBackward\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07loss_fn\x18\x02 \x01(\t\x12O\n\x0eloss_fn_config\x18\x03 \x03(\x0b\x32\x37.opentinker.worker.v1.ForwardBackward.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x04 \x01(\x08\x12\"\n\x04\x64\x61ta\x18\x05 \x03(\x0b\x32\x14.opentinker.v1.Datum\x1aS\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.opentinker.v1.LossConfigValue:\x02\x38\x01\"H\n\tOptimStep\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\'\n\x04\x61\x64\x61m\x18\x02 \x01(\x0b\x32\x19.opentinker.v1.AdamParams\"2\n\tSaveState\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\"J\n\tLoadState\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x03 \x01(\x08\"N\n\x0fPublishSnapshot\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x14\n\x0csnapshot_key\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\"G\n\x0cLoadSnapshot\x12\x14\n\x0csnapshot_key\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"$\n\x0c\x44ropSnapshot\x12\x14\n\x0csnapshot_key\x18\x01 \x01(\t\"]\n\x06Sample\x12\x14\n\x0csnapshot_key\x18\x01 \x01(\t\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.opentinker.v1.SampleRequest\x12\x0e\n\x06stream\x18\x03 \x01(\x08\"\x1c\n\x06\x43\x61ncel\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\"B\n\x0c\x45xportMerged\x12\x18\n\x10source_directory\x18\x01 \x01(\t\x12\x18\n\x10target_directory\x18\x02 \x01(\t\"\n\n\x08GetStats\"\x06\n\x04Ping\"\n\n\x08Shutdown\"\xff\x06\n\rWorkerCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12=\n\x0e\x63reate_adapter\x18\x02 \x01(\x0b\x32#.opentinker.worker.v1.CreateAdapterH\x00\x12\x39\n\x0c\x64rop_adapter\x18\x03 \x01(\x0b\x32!.opentinker.worker.v1.DropAdapterH\x00\x12\x41\n\x10\x66orward_backward\x18\x04 \x01(\x0b\x32%.opentinker.worker.v1.ForwardBackwardH\x00\x12\x35\n\noptim_step\x18\x05 \x01(\x0b\x32\x1f.opentinker.worker.v1.OptimStepH\x00\x12\x35\n\nsave_state\x18\x06 \x01(\x0b\x32\x1f.opentinker.worker.v1.SaveStateH\x00\x12\x35\n\nload_state\x18\x07 \x01(\x0b\x32\x1f.opentinker.worker.v1.LoadStateH\x00\x12\x41\n\x10publish_snapshot\x18\x08 \x01(\x0b\x32%.opentinker.worker.v1.PublishSnapshotH\x00\x12;\n\rload_snapshot\x18\t \x01(\x0b\x32\".opentinker.worker.v1.LoadSnapshotH\x00\x12;\n\rdrop_snapshot\x18\n \x01(\x0b\x32\".opentinker.worker.v1.DropSnapshotH\x00\x12.\n\x06sample\x18\x0b \x01(\x0b\x32\x1c.opentinker.worker.v1.SampleH\x00\x12.\n\x06\x63\x61ncel\x18\x0c \x01(\x0b\x32\x1c.opentinker.worker.v1.CancelH\x00\x12;\n\rexport_merged\x18\r \x01(\x0b\x32\".opentinker.worker.v1.ExportMergedH\x00\x12\x33\n\tget_stats\x18\x0e \x01(\x0b\x32\x1e.opentinker.worker.v1.GetStatsH\x00\x12\x32\n\x08shutdown\x18\x0f \x01(\x0b\x32\x1e.opentinker.worker.v1.ShutdownH\x00\x12*\n\x04ping\x18\x10 \x01(\x0b\x32\x1a.opentinker.worker.v1.PingH\x00\x42\t\n\x07\x63ommand\"\xb8\x01\n\x05Ready\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x1b\n\x13tokenizer_directory\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x1a\n\x12max_context_length\x18\x04 \x01(\x03\x12\x0c\n\x04\x61rch\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x11\n\tadaptable\x18\x07 \x03(\t\x12\x16\n\x0e\x61\x63\x63\x65pts_images\x18\x08 \x01(\x08\"0\n\nSavedFiles\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"o\n\x05Stats\x12\x37\n\x06values\x18\x01 \x03(\x0b\x32\'.opentinker.worker.v1.Stats.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x06\n\x04\x44one\"\xaf\x04\n\x0bWorkerReply\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\x11\n\x04step\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12*\n\x04\x64one\x18\x04 \x01(\x0b\x32\x1a.opentinker.worker.v1.DoneH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.opentinker.v1.ErrorInfoH\x00\x12@\n\x10\x66orward_backward\x18\x06 \x01(\x0b\x32$.opentinker.v1.ForwardBackwardResultH\x00\x12\x34\n\noptim_step\x18\x07 \x01(\x0b\x32\x1e.opentinker.v1.OptimStepResultH\x00\x12\x31\n\x05saved\x18\x08 \x01(\x0b\x32 .opentinker.worker.v1.SavedFilesH\x00\x12\x32\n\x0csample_delta\x18\t \x01(\x0b\x32\x1a.opentinker.v1.SampleDeltaH\x00\x12/\n\x06sample\x18\n \x01(\x0b\x32\x1d.opentinker.v1.SampleResponseH\x00\x12,\n\x05stats\x18\x0b \x01(\x0b\x32\x1b.opentinker.worker.v1.StatsH\x00\x12\x15\n\x0b\x64\x61tums_done\x18\x0c \x01(\x03H\x00\x12,\n\x05ready\x18\r \x01(\x0b\x32\x1b.opentinker.worker.v1.ReadyH\x00\x42\x07\n\x05replyB\x07\n\x05_stepb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!opentinker/worker/v1/worker.proto\x12\x14opentinker.worker.v1\x1a\x19opentinker/v1/datum.proto\x1a\x19opentinker/v1/error.proto\x1a\x1dopentinker/v1/operation.proto\x1a\x1aopentinker/v1/policy.proto\x1a\x1copentinker/v1/sampling.proto\x1a\x1copentinker/v1/training.proto\"w\n\rCreateAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\'\n\x04lora\x18\x02 \x01(\x0b\x32\x19.opentinker.v1.LoraConfig\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x04 \x01(\x08\"!\n\x0b\x44ropAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"\xac\x02\n\x0f\x46orwardBackward\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07loss_fn\x18\x02 \x01(\t\x12O\n\x0eloss_fn_config\x18\x03 \x03(\x0b\x32\x37.opentinker.worker.v1.ForwardBackward.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x04 \x01(\x08\x12\"\n\x04\x64\x61ta\x18\x05 \x03(\x0b\x32\x14.opentinker.v1.Datum\x12\x14\n\x0ctrained_only\x18\x06 \x01(\x08\x1aS\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.opentinker.v1.LossConfigValue:\x02\x38\x01\"H\n\tOptimStep\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\'\n\x04\x61\x64\x61m\x18\x02 \x01(\x0b\x32\x19.opentinker.v1.AdamParams\"2\n\tSaveState\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\"J\n\tLoadState\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x03 \x01(\x08\"N\n\x0fPublishSnapshot\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x14\n\x0csnapshot_key\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\"G\n\x0cLoadSnapshot\x12\x14\n\x0csnapshot_key\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"$\n\x0c\x44ropSnapshot\x12\x14\n\x0csnapshot_key\x18\x01 \x01(\t\"]\n\x06Sample\x12\x14\n\x0csnapshot_key\x18\x01 \x01(\t\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.opentinker.v1.SampleRequest\x12\x0e\n\x06stream\x18\x03 \x01(\x08\"\x1c\n\x06\x43\x61ncel\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\"B\n\x0c\x45xportMerged\x12\x18\n\x10source_directory\x18\x01 \x01(\t\x12\x18\n\x10target_directory\x18\x02 \x01(\t\"\n\n\x08GetStats\"\x06\n\x04Ping\"\n\n\x08Shutdown\"\xff\x06\n\rWorkerCommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12=\n\x0e\x63reate_adapter\x18\x02 \x01(\x0b\x32#.opentinker.worker.v1.CreateAdapterH\x00\x12\x39\n\x0c\x64rop_adapter\x18\x03 \x01(\x0b\x32!.opentinker.worker.v1.DropAdapterH\x00\x12\x41\n\x10\x66orward_backward\x18\x04 \x01(\x0b\x32%.opentinker.worker.v1.ForwardBackwardH\x00\x12\x35\n\noptim_step\x18\x05 \x01(\x0b\x32\x1f.opentinker.worker.v1.OptimStepH\x00\x12\x35\n\nsave_state\x18\x06 \x01(\x0b\x32\x1f.opentinker.worker.v1.SaveStateH\x00\x12\x35\n\nload_state\x18\x07 \x01(\x0b\x32\x1f.opentinker.worker.v1.LoadStateH\x00\x12\x41\n\x10publish_snapshot\x18\x08 \x01(\x0b\x32%.opentinker.worker.v1.PublishSnapshotH\x00\x12;\n\rload_snapshot\x18\t \x01(\x0b\x32\".opentinker.worker.v1.LoadSnapshotH\x00\x12;\n\rdrop_snapshot\x18\n \x01(\x0b\x32\".opentinker.worker.v1.DropSnapshotH\x00\x12.\n\x06sample\x18\x0b \x01(\x0b\x32\x1c.opentinker.worker.v1.SampleH\x00\x12.\n\x06\x63\x61ncel\x18\x0c \x01(\x0b\x32\x1c.opentinker.worker.v1.CancelH\x00\x12;\n\rexport_merged\x18\r \x01(\x0b\x32\".opentinker.worker.v1.ExportMergedH\x00\x12\x33\n\tget_stats\x18\x0e \x01(\x0b\x32\x1e.opentinker.worker.v1.GetStatsH\x00\x12\x32\n\x08shutdown\x18\x0f \x01(\x0b\x32\x1e.opentinker.worker.v1.ShutdownH\x00\x12*\n\x04ping\x18\x10 \x01(\x0b\x32\x1a.opentinker.worker.v1.PingH\x00\x42\t\n\x07\x63ommand\"\xb8\x01\n\x05Ready\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x1b\n\x13tokenizer_directory\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x1a\n\x12max_context_length\x18\x04 \x01(\x03\x12\x0c\n\x04\x61rch\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x11\n\tadaptable\x18\x07 \x03(\t\x12\x16\n\x0e\x61\x63\x63\x65pts_images\x18\x08 \x01(\x08\"0\n\nSavedFiles\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"o\n\x05Stats\x12\x37\n\x06values\x18\x01 \x03(\x0b\x32\'.opentinker.worker.v1.Stats.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x06\n\x04\x44one\"\xaf\x04\n\x0bWorkerReply\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\x11\n\x04step\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12*\n\x04\x64one\x18\x04 \x01(\x0b\x32\x1a.opentinker.worker.v1.DoneH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.opentinker.v1.ErrorInfoH\x00\x12@\n\x10\x66orward_backward\x18\x06 \x01(\x0b\x32$.opentinker.v1.ForwardBackwardResultH\x00\x12\x34\n\noptim_step\x18\x07 \x01(\x0b\x32\x1e.opentinker.v1.OptimStepResultH\x00\x12\x31\n\x05saved\x18\x08 \x01(\x0b\x32 .opentinker.worker.v1.SavedFilesH\x00\x12\x32\n\x0csample_delta\x18\t \x01(\x0b\x32\x1a.opentinker.v1.SampleDeltaH\x00\x12/\n\x06sample\x18\n \x01(\x0b\x32\x1d.opentinker.v1.SampleResponseH\x00\x12,\n\x05stats\x18\x0b \x01(\x0b\x32\x1b.opentinker.worker.v1.StatsH\x00\x12\x15\n\x0b\x64\x61tums_done\x18\x0c \x01(\x03H\x00\x12,\n\x05ready\x18\r \x01(\x0b\x32\x1b.opentinker.worker.v1.ReadyH\x00\x42\x07\n\x05replyB\x07\n\x05_stepb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,45 +46,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DROPADAPTER']._serialized_start=353
   _globals['_DROPADAPTER']._serialized_end=386
   _globals['_FORWARDBACKWARD']._serialized_start=389
-  _globals['_FORWARDBACKWARD']._serialized_end=667
-  _globals['_FORWARDBACKWARD_LOSSFNCONFIGENTRY']._serialized_start=584
-  _globals['_FORWARDBACKWARD_LOSSFNCONFIGENTRY']._serialized_end=667
-  _globals['_OPTIMSTEP']._serialized_start=669
-  _globals['_OPTIMSTEP']._serialized_end=741
-  _globals['_SAVESTATE']._serialized_start=743
-  _globals['_SAVESTATE']._serialized_end=793
-  _globals['_LOADSTATE']._serialized_start=795
-  _globals['_LOADSTATE']._serialized_end=869
-  _globals['_PUBLISHSNAPSHOT']._serialized_start=871
-  _globals['_PUBLISHSNAPSHOT']._serialized_end=949
-  _globals['_LOADSNAPSHOT']._serialized_start=951
-  _globals['_LOADSNAPSHOT']._serialized_end=1022
-  _globals['_DROPSNAPSHOT']._serialized_start=1024
-  _globals['_DROPSNAPSHOT']._serialized_end=1060
-  _globals['_SAMPLE']._serialized_start=1062
-  _globals['_SAMPLE']._serialized_end=1155
-  _globals['_CANCEL']._serialized_start=1157
-  _globals['_CANCEL']._serialized_end=1185
-  _globals['_EXPORTMERGED']._serialized_start=1187
-  _globals['_EXPORTMERGED']._serialized_end=1253
-  _globals['_GETSTATS']._serialized_start=1255
-  _globals['_GETSTATS']._serialized_end=1265
-  _globals['_PING']._serialized_start=1267
-  _globals['_PING']._serialized_end=1273
-  _globals['_SHUTDOWN']._serialized_start=1275
-  _globals['_SHUTDOWN']._serialized_end=1285
-  _globals['_WORKERCOMMAND']._serialized_start=1288
-  _globals['_WORKERCOMMAND']._serialized_end=2183
-  _globals['_READY']._serialized_start=2186
-  _globals['_READY']._serialized_end=2370
-  _globals['_SAVEDFILES']._serialized_start=2372
-  _globals['_SAVEDFILES']._serialized_end=2420
-  _globals['_STATS']._serialized_start=2422
-  _globals['_STATS']._serialized_end=2533
-  _globals['_STATS_VALUESENTRY']._serialized_start=2488
-  _globals['_STATS_VALUESENTRY']._serialized_end=2533
-  _globals['_DONE']._serialized_start=2535
-  _globals['_DONE']._serialized_end=2541
-  _globals['_WORKERREPLY']._serialized_start=2544
-  _globals['_WORKERREPLY']._serialized_end=3103
+  _globals['_FORWARDBACKWARD']._serialized_end=689
+  _globals['_FORWARDBACKWARD_LOSSFNCONFIGENTRY']._serialized_start=606
+  _globals['_FORWARDBACKWARD_LOSSFNCONFIGENTRY']._serialized_end=689
+  _globals['_OPTIMSTEP']._serialized_start=691
+  _globals['_OPTIMSTEP']._serialized_end=763
+  _globals['_SAVESTATE']._serialized_start=765
+  _globals['_SAVESTATE']._serialized_end=815
+  _globals['_LOADSTATE']._serialized_start=817
+  _globals['_LOADSTATE']._serialized_end=891
+  _globals['_PUBLISHSNAPSHOT']._serialized_start=893
+  _globals['_PUBLISHSNAPSHOT']._serialized_end=971
+  _globals['_LOADSNAPSHOT']._serialized_start=973
+  _globals['_LOADSNAPSHOT']._serialized_end=1044
+  _globals['_DROPSNAPSHOT']._serialized_start=1046
+  _globals['_DROPSNAPSHOT']._serialized_end=1082
+  _globals['_SAMPLE']._serialized_start=1084
+  _globals['_SAMPLE']._serialized_end=1177
+  _globals['_CANCEL']._serialized_start=1179
+  _globals['_CANCEL']._serialized_end=1207
+  _globals['_EXPORTMERGED']._serialized_start=1209
+  _globals['_EXPORTMERGED']._serialized_end=1275
+  _globals['_GETSTATS']._serialized_start=1277
+  _globals['_GETSTATS']._serialized_end=1287
+  _globals['_PING']._serialized_start=1289
+  _globals['_PING']._serialized_end=1295
+  _globals['_SHUTDOWN']._serialized_start=1297
+  _globals['_SHUTDOWN']._serialized_end=1307
+  _globals['_WORKERCOMMAND']._serialized_start=1310
+  _globals['_WORKERCOMMAND']._serialized_end=2205
+  _globals['_READY']._serialized_start=2208
+  _globals['_READY']._serialized_end=2392
+  _globals['_SAVEDFILES']._serialized_start=2394
+  _globals['_SAVEDFILES']._serialized_end=2442
+  _globals['_STATS']._serialized_start=2444
+  _globals['_STATS']._serialized_end=2555
+  _globals['_STATS_VALUESENTRY']._serialized_start=2510
+  _globals['_STATS_VALUESENTRY']._serialized_end=2555
+  _globals['_DONE']._serialized_start=2557
+  _globals['_DONE']._serialized_end=2563
+  _globals['_WORKERREPLY']._serialized_start=2566
+  _globals['_WORKERREPLY']._serialized_end=3125
 # @@protoc_insertion_point(module_scope)

@@ -30,7 +30,7 @@ class DropAdapter(_message.Message):
     def __init__(self, adapter_id: _Optional[str] = ...) -> None: ...
 
 class ForwardBackward(_message.Message):
-    __slots__ = ("adapter_id", "loss_fn", "loss_fn_config", "forward_only", "data")
+    __slots__ = ("adapter_id", "loss_fn", "loss_fn_config", "forward_only", "data", "trained_only")
     class LossFnConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,12 +43,14 @@ class ForwardBackward(_message.Message):
     LOSS_FN_CONFIG_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_ONLY_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     loss_fn: str
     loss_fn_config: _containers.MessageMap[str, _training_pb2.LossConfigValue]
     forward_only: bool
     data: _containers.RepeatedCompositeFieldContainer[_datum_pb2.Datum]
-    def __init__(self, adapter_id: _Optional[str] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, _training_pb2.LossConfigValue]] = ..., forward_only: bool = ..., data: _Optional[_Iterable[_Union[_datum_pb2.Datum, _Mapping]]] = ...) -> None: ...
+    trained_only: bool
+    def __init__(self, adapter_id: _Optional[str] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, _training_pb2.LossConfigValue]] = ..., forward_only: bool = ..., data: _Optional[_Iterable[_Union[_datum_pb2.Datum, _Mapping]]] = ..., trained_only: bool = ...) -> None: ...
 
 class OptimStep(_message.Message):
     __slots__ = ("adapter_id", "adam")
