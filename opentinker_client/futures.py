@@ -56,6 +56,10 @@ class APIFuture(Generic[T]):
         """As a coroutine, for asyncio.gather and create_task."""
         return self.result_async()
 
+    def cancel(self) -> bool:
+        """Give the call up where it has not been applied yet; False when it has ended already."""
+        return self._future.cancel()
+
     def done(self) -> bool:
         """Whether the result, or an error, is there."""
         return self._future.done()

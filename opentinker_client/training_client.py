@@ -114,11 +114,13 @@ class TrainingClient:
 
         return submit
 
-    def _pass(self, submit: Callable[[Link], Awaitable[Any]]) -> APIFuture[types.ForwardBackwardOutput]:
+    def _pass(
+        self, submit: Callable[[Link], Awaitable[Any]], on_progress: Callable[[int], None] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
         async def run(link: Link) -> types.ForwardBackwardOutput:
             async with self._order.turn:
                 operation = await submit(link)
-            return responses.forward_backward(await link.wait_operation(operation))
+            return responses.forward_backward(await link.wait_operation(operation, on_progress))
 
         return self._connection.submit(run(self._connection.link))
 
@@ -140,6 +142,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
         *,
         trained_only: bool = False,
+        on_progress: Callable[[int], None] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Loss, log-probabilities, and a gradient that is added to the adapter's until the next optim_step.
 
@@ -149,7 +152,7 @@ class TrainingClient:
         head's work on prompts.
         """
         submit = self._prepare(data, loss_fn, loss_fn_config, forward_only=False, trained_only=trained_only)
-        return self._pass(submit)
+        return self._pass(submit, on_progress)
 
     @checked
     def forward_backward_custom(

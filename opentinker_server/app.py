@@ -197,7 +197,7 @@ class Server:
         parts.operations.close()
         for queue in parts.adapters.queues.values():
             queue.fail_all(ServiceError("UNAVAILABLE", "the server is shutting down"))
-        running = [queue.running.ended.wait() for queue in parts.adapters.queues.values() if queue.running]
+        running = [op.ended.wait() for queue in parts.adapters.queues.values() for op in queue.running]
         if running:
             await asyncio.wait([asyncio.ensure_future(wait) for wait in running], timeout=grace)
         # Waits and streams that are open now are answered as they end, or cut after a second.

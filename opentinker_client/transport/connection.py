@@ -167,15 +167,25 @@ class Link:
                     return
                 logger.debug("heartbeat failed, it is tried again: %s", exception)
 
-    async def wait_operation(self, operation: operation_pb2.Operation) -> operation_pb2.Operation:
-        """The operation when it has succeeded. Raises what it failed with. Cancelling cancels a queued operation."""
+    async def wait_operation(
+        self, operation: operation_pb2.Operation, on_datums_done: Callable[[int], None] | None = None
+    ) -> operation_pb2.Operation:
+        """The operation when it has succeeded. Raises what it failed with. Cancelling cancels the operation.
+
+        on_datums_done: called with the number of datums done, each time that it has grown.
+        """
         try:
             while operation.state not in responses.ENDED:
                 request = operation_pb2.WaitOperationRequest(op_id=operation.op_id, timeout_ms=int(WAIT_SECONDS * 1e3))
+                if on_datums_done is not None:
+                    request.datums_seen = operation.datums_done
+                    seen = operation.datums_done
                 response = await self.call(
                     "operations", "WaitOperation", request, timeout_s=WAIT_SECONDS + CALL_SECONDS
                 )
                 operation = response.operation
+                if on_datums_done is not None and operation.datums_done > seen:
+                    on_datums_done(operation.datums_done)
         except asyncio.CancelledError:
             request = operation_pb2.CancelOperationRequest(op_id=operation.op_id)
             self.spawn_quietly(self.call("operations", "CancelOperation", request))

@@ -24,7 +24,8 @@ class OperationServicer(operation_pb2_grpc.OperationServiceServicer):
     @unary
     async def WaitOperation(self, request: operation_pb2.WaitOperationRequest, context: grpc.aio.ServicerContext):
         timeout_s = min(max(request.timeout_ms, 0) / 1e3, MAX_WAIT_S)
-        operation = await self._operations.wait(request.op_id, timeout_s=timeout_s)
+        datums_seen = request.datums_seen if request.HasField("datums_seen") else None
+        operation = await self._operations.wait(request.op_id, timeout_s=timeout_s, datums_seen=datums_seen)
         return operation_pb2.WaitOperationResponse(operation=operation.to_message())
 
     @unary
@@ -33,6 +34,8 @@ class OperationServicer(operation_pb2_grpc.OperationServiceServicer):
         queue = self._adapters.queues.get(operation.adapter_id)
         if queue is not None:
             queue.cancel(operation)
+        if operation.stop is not None:
+            await operation.stop()
         return operation_pb2.CancelOperationResponse(operation=operation.to_message())
 
     @unary

@@ -53,9 +53,12 @@ class Operation:
     started_at: float | None = None
     ended_at: float | None = None
     datums_done: int = 0
+    stop: Callable[[], Awaitable[None]] | None = None
+    """Set while running, if the work can be broken off with nothing applied: asks for that."""
     result: Message | None = None
     error: error_pb2.ErrorInfo | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _progressed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def execute(self) -> None:
         """Run to the end; failures become the operation's error."""
@@ -65,7 +68,7 @@ class Operation:
         try:
             result = await self.run(self)
         except ServiceError as error:
-            self.fail(error)
+            self.fail(error, state=CANCELLED if error.reason == "CANCELLED" else FAILED)
         except asyncio.CancelledError:
             self.fail(ServiceError("UNAVAILABLE", "the server is shutting down"))
             raise
@@ -85,10 +88,25 @@ class Operation:
         self.error.request_id = self.request_id
         self._end(state)
 
+    def progress(self, datums_done: int) -> None:
+        """More datums are done; wakes who waits for that."""
+        self.datums_done = datums_done
+        self._progressed.set()
+        self._progressed = asyncio.Event()
+
+    async def wait(self, *, datums_seen: int | None) -> None:
+        """Until it has ended or, where given, more than `datums_seen` datums are done."""
+        if datums_seen is None:
+            await self.ended.wait()
+        while datums_seen is not None and self.state not in ENDED and self.datums_done <= datums_seen:
+            await self._progressed.wait()
+
     def _end(self, state: operation_pb2.OperationState) -> None:
         self.state, self.ended_at = state, now()
         self.run = _has_ended  # what it closed over, such as the datums, is not kept with the result
+        self.stop = None
         self.ended.set()
+        self._progressed.set()
 
     def to_message(self) -> operation_pb2.Operation:
         """The operation as clients see it."""
@@ -154,12 +172,12 @@ class OperationStore:
             )
         return operation
 
-    async def wait(self, op_id: str, *, timeout_s: float) -> Operation:
-        """The operation when it has ended, or as it stands when the time is up."""
+    async def wait(self, op_id: str, *, timeout_s: float, datums_seen: int | None = None) -> Operation:
+        """The operation when it has ended (or has more datums done), or as it stands when the time is up."""
         operation = self.get(op_id)
         if operation.state not in ENDED and timeout_s > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(operation.ended.wait(), timeout_s)
+                await asyncio.wait_for(operation.wait(datums_seen=datums_seen), timeout_s)
         return operation
 
     def active(self) -> list[Operation]:

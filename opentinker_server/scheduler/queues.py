@@ -11,11 +11,15 @@ import contextvars
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from opentinker_client.wire.v1 import operation_pb2
 from opentinker_server.scheduler.errors import ServiceError
 from opentinker_server.scheduler.operations import CANCELLED, QUEUED, Operation
 
 MAX_AHEAD = 100_000
 """How far a sequence id may lie beyond the next one."""
+MAX_TOGETHER = 8
+"""Passes of one adapter under way at one time."""
+PASSES = frozenset({operation_pb2.OPERATION_KIND_FORWARD, operation_pb2.OPERATION_KIND_FORWARD_BACKWARD})
 MAX_BEHIND = 10_000
 """How far back refused and given-up ids are told from those whose result is no longer kept."""
 
@@ -33,7 +37,7 @@ class AdapterQueue:
         self.adapter_id = adapter_id
         self.next_seq_id = 1
         """The id that runs next, or is waited for."""
-        self.running: Operation | None = None
+        self._running: dict[Operation, asyncio.Task[None]] = {}
         self._gap_timeout_s = gap_timeout_s
         self._known: dict[int, Operation | _Refused | None] = {}
         """Every used id; None for one that the client gave up."""
@@ -112,6 +116,11 @@ class AdapterQueue:
         """The id that later ones wait for, if there is one."""
         return self.next_seq_id if self.next_seq_id not in self._known and self.waiting() else None
 
+    @property
+    def running(self) -> list[Operation]:
+        """Begun and not ended, in order."""
+        return list(self._running)
+
     def cancel(self, operation: Operation) -> None:
         """End a queued operation; one that runs or has ended is left alone."""
         if operation.state == QUEUED:
@@ -142,23 +151,25 @@ class AdapterQueue:
         self._changed.set()
 
     async def close(self, error: ServiceError | None = None) -> None:
-        """Stop running operations; the one that runs is interrupted, and fails with `error` if one is given."""
-        if self.running is not None and error is not None:
-            self.running.fail(error)
-        self._runner.cancel()
-        await asyncio.gather(self._runner, return_exceptions=True)
+        """Stop running operations; those that run are interrupted, and fail with `error` if one is given."""
+        if error is not None:
+            for operation in self._running:
+                operation.fail(error)
+        tasks = {self._runner, *self._running.values()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         while not self._finished:
             if self.next_seq_id in self._known:
                 entry = self._known[self.next_seq_id]
+                if isinstance(entry, Operation) and not self._may_begin(entry):
+                    await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+                    continue
                 self.next_seq_id += 1
                 if isinstance(entry, Operation):
-                    self.running = entry
-                    try:
-                        await entry.execute()
-                    finally:
-                        self.running = None
+                    await self._begin(entry)
                 continue
             self._changed.clear()
             try:
@@ -166,6 +177,22 @@ class AdapterQueue:
             except TimeoutError:
                 if self._gap is not None and self.missing() == self._gap:
                     self._skip(self._gap)
+
+    def _may_begin(self, operation: Operation) -> bool:
+        """Passes that follow one another are under way together; anything else waits for them."""
+        return len(self._running) < (MAX_TOGETHER if operation.kind in PASSES else 1) or operation.state != QUEUED
+
+    async def _begin(self, operation: Operation) -> None:
+        if operation.kind in PASSES:
+            task = asyncio.create_task(operation.execute(), name=f"operation {operation.op_id}")
+            self._running[operation] = task
+            task.add_done_callback(lambda _: self._running.pop(operation))
+            return
+        self._running[operation] = self._runner
+        try:
+            await operation.execute()
+        finally:
+            del self._running[operation]
 
     def _until_gap_ends(self) -> float | None:
         """Seconds left for the missing id, counted from when it was first missed; None when none is."""

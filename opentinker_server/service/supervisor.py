@@ -7,6 +7,7 @@ while no worker is up fail with UNAVAILABLE.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -85,6 +86,13 @@ class WorkerSupervisor:
             raise self._died(worker, error.exit) from error
         finally:
             await replies.aclose()
+
+    async def cancel(self, command: worker_pb2.WorkerCommand) -> None:
+        """Asks for a command that was sent to be broken off; its own reply tells whether it was."""
+        worker = self._worker
+        if worker is not None and command.command_id:
+            with contextlib.suppress(WorkerError, WorkerDied):
+                await worker.cancel(command.command_id)
 
     def _current(self) -> Worker:
         if self._worker is None:

@@ -218,9 +218,11 @@ class TrainingService:
                 trained_only=header.trained_only,
                 data=data,
             )
-            async for reply in self._worker.stream(worker_pb2.WorkerCommand(forward_backward=command)):
+            sent = worker_pb2.WorkerCommand(forward_backward=command)
+            operation.stop = lambda: self._worker.cancel(sent)
+            async for reply in self._worker.stream(sent):
                 if reply.WhichOneof("reply") == "datums_done":
-                    operation.datums_done = reply.datums_done
+                    operation.progress(reply.datums_done)
                 elif reply.final:
                     operation.datums_done = len(data)
                     self._adapters.touch(operation.adapter_id)
@@ -404,9 +406,9 @@ class TrainingService:
         if queue is None:
             return
         queue.finish()
-        running = queue.running
-        if running is not None and running.kind != operation_pb2.OPERATION_KIND_UNLOAD_ADAPTER:
-            await running.ended.wait()
+        for operation in queue.running:
+            if operation.kind != operation_pb2.OPERATION_KIND_UNLOAD_ADAPTER:
+                await operation.ended.wait()
         await self._drop_live(adapter_id)
         await self._samplers.drop_unbound(adapter_id)
 
@@ -424,13 +426,13 @@ class TrainingService:
         ahead = 0
         missing = None
         if queue is not None:
-            ahead = sum(1 for op in queue.waiting() if op.seq_id < operation.seq_id) + (queue.running is not None)
+            ahead = sum(1 for op in queue.waiting() if op.seq_id < operation.seq_id) + len(queue.running)
             missing = queue.missing()
         others = sum(1 for op in self._operations.active() if op.adapter_id != operation.adapter_id)
         state = operation_pb2.OperationState.Name(operation.state).removeprefix("OPERATION_STATE_")
         if operation.ended.is_set():
             text = f"It has ended: {state}."
-        elif operation is getattr(queue, "running", None):
+        elif queue is not None and operation in queue.running:
             text = (
                 f"It is running; {operation.datums_done} datums are done, {others} other operations share the device."
             )

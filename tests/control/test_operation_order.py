@@ -221,3 +221,38 @@ def test_random_schedules_equal_a_simple_model(actions: list[tuple[str, int, byt
         await log.queue.close()
 
     run(body)
+
+
+def test_passes_are_under_way_together_and_a_step_waits_for_all_of_them() -> None:
+    async def body() -> None:
+        queue = AdapterQueue("a", gap_timeout_s=60)
+        gates = {seq_id: asyncio.Event() for seq_id in range(1, 6)}
+
+        def submit(seq_id: int, kind: operation_pb2.OperationKind) -> Operation:
+            async def run(operation: Operation) -> operation_pb2.OptimStepResult:
+                await gates[seq_id].wait()
+                return operation_pb2.OptimStepResult()
+
+            made = Operation("a", seq_id, kind, b"p", "request", run)
+            queue.submit(made)
+            return made
+
+        both = operation_pb2.OPERATION_KIND_FORWARD_BACKWARD
+        made = [submit(seq_id, KIND if seq_id == 4 else both) for seq_id in range(1, 6)]
+
+        async def running() -> list[int]:
+            await asyncio.sleep(0.01)
+            return [operation.seq_id for operation in queue.running]
+
+        assert await running() == [1, 2, 3]
+        gates[2].set()
+        assert await running() == [1, 3]
+        assert queue.waiting() == made[3:], "the step is still to be failed, or cancelled, as queued"
+        gates[1].set(), gates[3].set()
+        assert await running() == [4]
+        gates[4].set()
+        assert await running() == [5]
+        await queue.close(ServiceError("STATE_LOST", "the worker died"))
+        assert made[4].error.message == "the worker died"
+
+    run(body)

@@ -28,7 +28,7 @@ from opentinker_client.wire.v1 import policy_pb2 as opentinker_dot_v1_dot_policy
 from opentinker_client.wire.v1 import tensor_pb2 as opentinker_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dopentinker/v1/operation.proto\x12\ropentinker.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19opentinker/v1/error.proto\x1a\x1aopentinker/v1/policy.proto\x1a\x1aopentinker/v1/tensor.proto\"\x8c\x01\n\nLossOutput\x12\x37\n\x07tensors\x18\x01 \x03(\x0b\x32&.opentinker.v1.LossOutput.TensorsEntry\x1a\x45\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.opentinker.v1.Tensor:\x02\x38\x01\"\xb7\x01\n\x15\x46orwardBackwardResult\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.opentinker.v1.LossOutput\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.opentinker.v1.ForwardBackwardResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x7f\n\x0fOptimStepResult\x12<\n\x07metrics\x18\x01 \x03(\x0b\x32+.opentinker.v1.OptimStepResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xef\x04\n\tOperation\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12\x0e\n\x06seq_id\x18\x03 \x01(\x03\x12*\n\x04kind\x18\x04 \x01(\x0e\x32\x1c.opentinker.v1.OperationKind\x12,\n\x05state\x18\x05 \x01(\x0e\x32\x1d.opentinker.v1.OperationState\x12.\n\ncreated_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstarted_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x64\x61tums_done\x18\t \x01(\x03\x12)\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x16.opentinker.v1.AdapterH\x00\x12@\n\x10\x66orward_backward\x18\x0b \x01(\x0b\x32$.opentinker.v1.ForwardBackwardResultH\x00\x12\x34\n\noptim_step\x18\x0c \x01(\x0b\x32\x1e.opentinker.v1.OptimStepResultH\x00\x12/\n\ncheckpoint\x18\r \x01(\x0b\x32\x19.opentinker.v1.CheckpointH\x00\x12+\n\x08snapshot\x18\x0e \x01(\x0b\x32\x17.opentinker.v1.SnapshotH\x00\x12\'\n\x05\x65rror\x18\x0f \x01(\x0b\x32\x18.opentinker.v1.ErrorInfoB\x08\n\x06result\"9\n\x14WaitOperationRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x03\"D\n\x15WaitOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.opentinker.v1.Operation\"\'\n\x16\x43\x61ncelOperationRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\"F\n\x17\x43\x61ncelOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.opentinker.v1.Operation\"(\n\x17\x45xplainOperationRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\"\x9d\x01\n\x18\x45xplainOperationResponse\x12\x13\n\x0b\x65xplanation\x18\x01 \x01(\t\x12\x1e\n\x16num_ahead_same_adapter\x18\x02 \x01(\x03\x12\x1c\n\x14num_other_operations\x18\x03 \x01(\x03\x12\x1b\n\x0emissing_seq_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_missing_seq_id*\xbd\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12!\n\x1dOPERATION_KIND_CREATE_ADAPTER\x10\x01\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x02\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x03\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x04\x12\"\n\x1eOPERATION_KIND_SAVE_CHECKPOINT\x10\x05\x12\x1d\n\x19OPERATION_KIND_LOAD_STATE\x10\x06\x12#\n\x1fOPERATION_KIND_PUBLISH_SNAPSHOT\x10\x07\x12!\n\x1dOPERATION_KIND_UNLOAD_ADAPTER\x10\x08*\xc4\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x05\x32\xb5\x02\n\x10OperationService\x12Z\n\rWaitOperation\x12#.opentinker.v1.WaitOperationRequest\x1a$.opentinker.v1.WaitOperationResponse\x12`\n\x0f\x43\x61ncelOperation\x12%.opentinker.v1.CancelOperationRequest\x1a&.opentinker.v1.CancelOperationResponse\x12\x63\n\x10\x45xplainOperation\x12&.opentinker.v1.ExplainOperationRequest\x1a\'.opentinker.v1.ExplainOperationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dopentinker/v1/operation.proto\x12\ropentinker.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19opentinker/v1/error.proto\x1a\x1aopentinker/v1/policy.proto\x1a\x1aopentinker/v1/tensor.proto\"\x8c\x01\n\nLossOutput\x12\x37\n\x07tensors\x18\x01 \x03(\x0b\x32&.opentinker.v1.LossOutput.TensorsEntry\x1a\x45\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.opentinker.v1.Tensor:\x02\x38\x01\"\xb7\x01\n\x15\x46orwardBackwardResult\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.opentinker.v1.LossOutput\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.opentinker.v1.ForwardBackwardResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x7f\n\x0fOptimStepResult\x12<\n\x07metrics\x18\x01 \x03(\x0b\x32+.opentinker.v1.OptimStepResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xef\x04\n\tOperation\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12\x0e\n\x06seq_id\x18\x03 \x01(\x03\x12*\n\x04kind\x18\x04 \x01(\x0e\x32\x1c.opentinker.v1.OperationKind\x12,\n\x05state\x18\x05 \x01(\x0e\x32\x1d.opentinker.v1.OperationState\x12.\n\ncreated_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstarted_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x64\x61tums_done\x18\t \x01(\x03\x12)\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x16.opentinker.v1.AdapterH\x00\x12@\n\x10\x66orward_backward\x18\x0b \x01(\x0b\x32$.opentinker.v1.ForwardBackwardResultH\x00\x12\x34\n\noptim_step\x18\x0c \x01(\x0b\x32\x1e.opentinker.v1.OptimStepResultH\x00\x12/\n\ncheckpoint\x18\r \x01(\x0b\x32\x19.opentinker.v1.CheckpointH\x00\x12+\n\x08snapshot\x18\x0e \x01(\x0b\x32\x17.opentinker.v1.SnapshotH\x00\x12\'\n\x05\x65rror\x18\x0f \x01(\x0b\x32\x18.opentinker.v1.ErrorInfoB\x08\n\x06result\"c\n\x14WaitOperationRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x03\x12\x18\n\x0b\x64\x61tums_seen\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_datums_seen\"D\n\x15WaitOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.opentinker.v1.Operation\"\'\n\x16\x43\x61ncelOperationRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\"F\n\x17\x43\x61ncelOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.opentinker.v1.Operation\"(\n\x17\x45xplainOperationRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\"\x9d\x01\n\x18\x45xplainOperationResponse\x12\x13\n\x0b\x65xplanation\x18\x01 \x01(\t\x12\x1e\n\x16num_ahead_same_adapter\x18\x02 \x01(\x03\x12\x1c\n\x14num_other_operations\x18\x03 \x01(\x03\x12\x1b\n\x0emissing_seq_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_missing_seq_id*\xbd\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12!\n\x1dOPERATION_KIND_CREATE_ADAPTER\x10\x01\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x02\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x03\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x04\x12\"\n\x1eOPERATION_KIND_SAVE_CHECKPOINT\x10\x05\x12\x1d\n\x19OPERATION_KIND_LOAD_STATE\x10\x06\x12#\n\x1fOPERATION_KIND_PUBLISH_SNAPSHOT\x10\x07\x12!\n\x1dOPERATION_KIND_UNLOAD_ADAPTER\x10\x08*\xc4\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x05\x32\xb5\x02\n\x10OperationService\x12Z\n\rWaitOperation\x12#.opentinker.v1.WaitOperationRequest\x1a$.opentinker.v1.WaitOperationResponse\x12`\n\x0f\x43\x61ncelOperation\x12%.opentinker.v1.CancelOperationRequest\x1a&.opentinker.v1.CancelOperationResponse\x12\x63\n\x10\x45xplainOperation\x12&.opentinker.v1.ExplainOperationRequest\x1a\'.opentinker.v1.ExplainOperationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDRESULT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._loaded_options = None
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_OPERATIONKIND']._serialized_start=1693
-  _globals['_OPERATIONKIND']._serialized_end=2010
-  _globals['_OPERATIONSTATE']._serialized_start=2013
-  _globals['_OPERATIONSTATE']._serialized_end=2209
+  _globals['_OPERATIONKIND']._serialized_start=1735
+  _globals['_OPERATIONKIND']._serialized_end=2052
+  _globals['_OPERATIONSTATE']._serialized_start=2055
+  _globals['_OPERATIONSTATE']._serialized_end=2251
   _globals['_LOSSOUTPUT']._serialized_start=165
   _globals['_LOSSOUTPUT']._serialized_end=305
   _globals['_LOSSOUTPUT_TENSORSENTRY']._serialized_start=236
@@ -60,17 +60,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPERATION']._serialized_start=623
   _globals['_OPERATION']._serialized_end=1246
   _globals['_WAITOPERATIONREQUEST']._serialized_start=1248
-  _globals['_WAITOPERATIONREQUEST']._serialized_end=1305
-  _globals['_WAITOPERATIONRESPONSE']._serialized_start=1307
-  _globals['_WAITOPERATIONRESPONSE']._serialized_end=1375
-  _globals['_CANCELOPERATIONREQUEST']._serialized_start=1377
-  _globals['_CANCELOPERATIONREQUEST']._serialized_end=1416
-  _globals['_CANCELOPERATIONRESPONSE']._serialized_start=1418
-  _globals['_CANCELOPERATIONRESPONSE']._serialized_end=1488
-  _globals['_EXPLAINOPERATIONREQUEST']._serialized_start=1490
-  _globals['_EXPLAINOPERATIONREQUEST']._serialized_end=1530
-  _globals['_EXPLAINOPERATIONRESPONSE']._serialized_start=1533
-  _globals['_EXPLAINOPERATIONRESPONSE']._serialized_end=1690
-  _globals['_OPERATIONSERVICE']._serialized_start=2212
-  _globals['_OPERATIONSERVICE']._serialized_end=2521
+  _globals['_WAITOPERATIONREQUEST']._serialized_end=1347
+  _globals['_WAITOPERATIONRESPONSE']._serialized_start=1349
+  _globals['_WAITOPERATIONRESPONSE']._serialized_end=1417
+  _globals['_CANCELOPERATIONREQUEST']._serialized_start=1419
+  _globals['_CANCELOPERATIONREQUEST']._serialized_end=1458
+  _globals['_CANCELOPERATIONRESPONSE']._serialized_start=1460
+  _globals['_CANCELOPERATIONRESPONSE']._serialized_end=1530
+  _globals['_EXPLAINOPERATIONREQUEST']._serialized_start=1532
+  _globals['_EXPLAINOPERATIONREQUEST']._serialized_end=1572
+  _globals['_EXPLAINOPERATIONRESPONSE']._serialized_start=1575
+  _globals['_EXPLAINOPERATIONRESPONSE']._serialized_end=1732
+  _globals['_OPERATIONSERVICE']._serialized_start=2254
+  _globals['_OPERATIONSERVICE']._serialized_end=2563
 # @@protoc_insertion_point(module_scope)

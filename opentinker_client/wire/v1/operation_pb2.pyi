@@ -122,12 +122,14 @@ class Operation(_message.Message):
     def __init__(self, op_id: _Optional[str] = ..., adapter_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., state: _Optional[_Union[OperationState, str]] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., started_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ended_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., datums_done: _Optional[int] = ..., adapter: _Optional[_Union[_policy_pb2.Adapter, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackwardResult, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStepResult, _Mapping]] = ..., checkpoint: _Optional[_Union[_policy_pb2.Checkpoint, _Mapping]] = ..., snapshot: _Optional[_Union[_policy_pb2.Snapshot, _Mapping]] = ..., error: _Optional[_Union[_error_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
 
 class WaitOperationRequest(_message.Message):
-    __slots__ = ("op_id", "timeout_ms")
+    __slots__ = ("op_id", "timeout_ms", "datums_seen")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    DATUMS_SEEN_FIELD_NUMBER: _ClassVar[int]
     op_id: str
     timeout_ms: int
-    def __init__(self, op_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    datums_seen: int
+    def __init__(self, op_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., datums_seen: _Optional[int] = ...) -> None: ...
 
 class WaitOperationResponse(_message.Message):
     __slots__ = ("operation",)

@@ -64,7 +64,8 @@ class OperationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelOperation(self, request, context):
-        """Cancels an operation that has not begun. One that runs is finished; one that ended is left alone.
+        """Cancels an operation that has not begun, or a forward or forward_backward between two parts of its work; nothing
+        of it is applied. Any other that runs is finished; one that ended is left alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
