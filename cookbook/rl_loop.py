@@ -234,7 +234,7 @@ def train_step(config, step, trainer, sampler, rng, held_questions, encode, text
     if not data:
         console.print(f"warning: step {step} has nothing to learn from ({removed} groups scored alike); no update")
         return record
-    result = trainer.forward_backward(data, config.loss_fn)
+    result = trainer.forward_backward(data, config.loss_fn, trained_only=True)
     stepped = trainer.optim_step(ot.AdamParams(learning_rate=config.learning_rate))  # sent at once, runs after it
     record["loss"] = result.result().metrics["loss:sum"]
     record["grad_norm"] = (stepped.result().metrics or {})["grad_norm"]
