@@ -121,8 +121,11 @@ class _GroupedDelta(torch.autograd.Function):
     ) -> torch.Tensor:
         out_NO, x_NK = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
         h_batches: list[torch.Tensor | None] = []
+        # Kept for the backward pass: for one slot they are views, for several the copies cost more than their memory.
+        ctx.factors = []  # type: ignore[attr-defined]
         for batch in groups.batches:
             factors = _batch_factors(weights, batch, dtype=x_NK.dtype, device=x_NK.device)
+            ctx.factors.append(factors)  # type: ignore[attr-defined]
             if factors is None:
                 h_batches.append(None)
                 continue
@@ -143,7 +146,7 @@ class _GroupedDelta(torch.autograd.Function):
         x_NK, g_NO = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         slots = [slot for slot in groups.slots if ctx.scales[slot] is not None]
         tensors, h_batches = saved[: 2 * len(slots)], saved[2 * len(slots) :]
-        # From the saved tensors, so that autograd notices a factor changed in place since the forward pass.
+        # The saved tensors are asked for, so that autograd notices a factor changed in place since the forward pass.
         weights: list[SlotFactors | None] = [None] * len(ctx.scales)
         for i, slot in enumerate(slots):
             weights[slot] = SlotFactors(A_RK=tensors[2 * i], B_OR=tensors[2 * i + 1], scale=ctx.scales[slot])
@@ -154,9 +157,9 @@ class _GroupedDelta(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dx_NK = torch.zeros_like(x_NK, memory_format=torch.contiguous_format) if base_OK is None else g_NO @ base_OK
         grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        for batch, h_GMR in zip(groups.batches, h_batches, strict=True):
+        for batch, factors, h_GMR in zip(groups.batches, ctx.factors, h_batches, strict=True):
             if h_GMR is not None:
-                _batch_backward(g_NO, x_NK, dx_NK, h_GMR, weights, batch, wanted, grads)
+                _batch_backward(g_NO, x_NK, dx_NK, h_GMR, weights, factors, batch, wanted, grads)
         factor_grads = [grad for slot in slots for grad in grads[slot]]
         dx = dx_NK.view_as(x) if dx_NK is not None else None
         return (g if ctx.needs_input_grad[0] else None, dx, None, None, None, *factor_grads)
@@ -168,13 +171,12 @@ def _batch_backward(
     dx_NK: torch.Tensor | None,
     h_GMR: torch.Tensor,
     weights: Sequence[SlotFactors | None],
+    factors: BatchFactors,
     batch: RowBatch,
     wanted: dict[int, tuple[bool, bool]],
     grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]],
 ) -> None:
     """One batch's share: adds into `dx_NK`, sets `grads` (A, B) of its slots."""
-    factors = _batch_factors(weights, batch, dtype=x_NK.dtype, device=x_NK.device)
-    assert factors is not None
     g_GMO = _take(g_NO, batch)
     any_A = any(wanted.get(slot, (False, False))[0] for slot in batch.slots)
     any_B = any(wanted.get(slot, (False, False))[1] for slot in batch.slots)

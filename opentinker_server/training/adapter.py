@@ -38,9 +38,9 @@ class LiveAdapter:
     gradient_P: torch.Tensor | None = None
     """Sum over the calls since the last step; absent before the first."""
 
-    def alias(self) -> LoraWeights:
-        """The weights once more, as leaves of their own: calls that share a pass get a gradient each."""
-        return _as_leaves(self.flat_P, like=self.weights)
+    def alias(self, dtype: torch.dtype) -> LoraWeights:
+        """The weights once more in the dtype of the model, as leaves: calls that share a pass get a gradient each."""
+        return _as_leaves(self.flat_P.to(dtype), like=self.weights)
 
     def accumulate(self, gradient_P: torch.Tensor) -> None:
         """Adds the gradient of one call; takes ownership of it."""

@@ -96,7 +96,7 @@ class Head:
         """
         hidden_ND = hidden_ND.detach()
         grad_ND = torch.zeros_like(hidden_ND)
-        totals = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+        totals = [torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for parameter in parameters]
         logprobs = [hidden_ND.new_zeros(0, dtype=torch.float32)]
         any_nonzero = False
         for chunk in self._chunks(rows_M):

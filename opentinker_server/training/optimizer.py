@@ -23,6 +23,7 @@ from opentinker_server.training.errors import NonFiniteGradient
 
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """Above it the second moment could overflow and stay infinite for ever."""
+_NORM_PIECE = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,9 @@ def adam_steps(steps: Sequence[AdamStep]) -> list[float | NonFiniteGradient]:
 
 
 def _clip(step: AdamStep) -> float | NonFiniteGradient:
-    norms = torch._foreach_norm(list(step.gradients), 2, dtype=torch.float64)
-    norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
+    norm = _norm(step.gradients, torch.float32)
+    if norm == math.inf:  # of squares that only float64 can hold
+        norm = _norm(step.gradients, torch.float64)
     clip = step.settings.grad_clip_norm
     applied_norm = clip if 0 < clip < norm else norm
     if not applied_norm < _LARGEST_NORM or not math.isfinite(norm):
@@ -118,6 +120,13 @@ def _clip(step: AdamStep) -> float | NonFiniteGradient:
     if applied_norm < norm:
         torch._foreach_mul_(list(step.gradients), applied_norm / norm)
     return norm
+
+
+def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
+    """L2 norm over all tensors: of pieces in `dtype`, of the pieces' norms in float64."""
+    pieces = [piece for tensor in gradients for piece in tensor.reshape(-1).split(_NORM_PIECE)]
+    norms = torch._foreach_norm(pieces, 2, dtype=dtype)
+    return float(torch.linalg.vector_norm(torch.stack(list(norms)).double()))
 
 
 def _apply(steps: Sequence[AdamStep], settings: AdamSettings) -> None:

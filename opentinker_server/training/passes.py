@@ -22,7 +22,7 @@ from opentinker_server.training.loss_specs import LossSpec
 from opentinker_server.training.losses import LOSS_FUNCTIONS, LossInputs
 
 Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Module name -> gradients of its (A, B), float32, shaped like them."""
+"""Module name -> gradients of its (A, B), shaped and typed like them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Share:
     """One call's part of a pass."""
 
     weights: LoraWeights
-    """Leaf tensors that require gradients, of this share alone: two calls of one adapter bring aliases of its own."""
+    """Leaf tensors that require gradients, of this share alone: two calls of one adapter bring aliases of their own."""
 
     spec: LossSpec
     """The loss."""

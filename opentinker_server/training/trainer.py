@@ -112,7 +112,7 @@ class Trainer:
             raise TrainingError(str(error), reason="INVALID_LOSS", field=loss_fn) from error
         return TrainingCall(
             adapter_id=adapter_id,
-            weights=adapter.alias(),
+            weights=adapter.alias(self._base.dtype),
             spec=spec,
             config=resolved,
             data=data,

@@ -22,6 +22,9 @@ from opentinker_server.workers.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
+_GATHER_GAP_S = 0.005
+_GATHER_S = 0.05
+"""An idle loop waits for company of a training call while commands arrive within the gap, so long in all."""
 TRAINING = "training"
 SAMPLING = "sampling"
 
@@ -81,8 +84,18 @@ class WorkerLoop:
         if not self._work():
             self._shares.rest()
             self._accept(self._inbox.get())
+            self._gather()
         for _ in range(self._inbox.qsize()):
             self._accept(self._inbox.get_nowait())
+
+    def _gather(self) -> None:
+        """Calls of other adapters that come a moment later share the pass of the first."""
+        until = time.monotonic() + _GATHER_S
+        while self._training.wants_company(self._commands.num_live) and self._work() == [TRAINING]:
+            try:
+                self._accept(self._inbox.get(timeout=min(_GATHER_GAP_S, max(until - time.monotonic(), 0))))
+            except queue.Empty:
+                return
 
     def _work(self) -> list[str]:
         has_work = {TRAINING: bool(self._training), SAMPLING: self._sampler.has_work()}

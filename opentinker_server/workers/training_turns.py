@@ -58,6 +58,18 @@ class TrainingTurns:
         """Puts a command behind those of its adapter; `queue` is its `adapter_commands.queue_of`."""
         self._queues.setdefault(queue, deque()).append(_Item(command=command, queue=queue))
 
+    def wants_company(self, num_live: int) -> bool:
+        """Whether the next pass has room for calls of adapters, of `num_live` in all, that have none waiting."""
+        waiting = [queue[0] for queue in self._queues.values()]
+        rows = sum(
+            len(datum.model_input.chunks[0].text.tokens) // 4
+            for item in waiting
+            for datum in item.command.forward_backward.data
+            if datum.model_input.chunks
+        )
+        calls_only = all(item.kind == "forward_backward" for item in waiting)
+        return calls_only and not self._deterministic and 0 < len(waiting) < num_live and rows < self._max_rows // 2
+
     def run(self) -> list[tuple[int, Outcome]]:
         """One unit: the command ids that it concerned, with what it meant for them. Needs work."""
         started = time.perf_counter()
