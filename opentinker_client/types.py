@@ -192,7 +192,8 @@ class Datum:
 
     `loss_fn_inputs` maps a key to a TensorData, numpy array, torch tensor or, for the typed keys, a list.
     target_tokens: int64 [T] or [T, K]; weights: float32 like target_tokens; logprobs (natural log), advantages and mask
-    (0 or 1): float32 [T]. A reinforcement loss without a mask counts every token.
+    (0 or 1): float32 [T]. A reinforcement loss without a mask counts every token. clip_low and clip_high, for ppo and
+    cispo: float32 [T] arrays, absolute ratio bounds of each token instead of those of the configuration.
     """
 
     model_input: ModelInput

@@ -13,7 +13,7 @@ import numpy as np
 
 from opentinker_client.wire.v1 import datum_pb2, policy_pb2, tensor_pb2, training_pb2
 from opentinker_server.scheduler.errors import ServiceError
-from opentinker_server.training.loss_specs import LOSS_SPECS, LossSpec
+from opentinker_server.training.loss_specs import LOSS_SPECS, LossSpec, crossed_bounds
 
 DTYPES: dict[int, np.dtype] = {
     tensor_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -55,16 +55,11 @@ def check_loss(loss_fn: str, config: Mapping[str, training_pb2.LossConfigValue])
                 f"got {value.text or number}",
                 field=key,
             )
-    bounds = [
-        config[key].number if key in config else spec.config[key].default
-        for key in ("clip_low_threshold", "clip_high_threshold")
-        if key in spec.config
-    ]
-    if len(bounds) == 2 and bounds[0] > bounds[1]:
+    complete = {key: config[key].number if key in config else rule.default for key, rule in spec.config.items()}
+    if crossed := crossed_bounds(complete):
+        low, high = crossed
         raise ServiceError(
-            "INVALID_LOSS",
-            f"{loss_fn} clip_low_threshold {bounds[0]:g} is above clip_high_threshold {bounds[1]:g}",
-            field="clip_low_threshold",
+            "INVALID_LOSS", f"{loss_fn} {low} {complete[low]:g} is above {high} {complete[high]:g}", field=low
         )
     return spec
 
@@ -154,6 +149,12 @@ def _check_datum(datum: datum_pb2.Datum, spec: LossSpec, model: ModelLimits) -> 
             takes = ", ".join(sorted(spec.required | spec.optional))
             raise _refuse(f"unknown key {key!r}; {spec.name} takes {takes}", field=key)
         _check_values(tensor, targets.shape, key=key)
+    if "clip_low" in present and "clip_high" in present:
+        low, high = (array(present[key], key=key) for key in ("clip_low", "clip_high"))
+        for index in np.flatnonzero(low > high)[:1]:
+            raise _refuse(
+                f"clip_low {low[index]:g} is above clip_high {high[index]:g} at index {index}", field="clip_low"
+            )
 
 
 def _check_values(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], *, key: str) -> None:
@@ -173,6 +174,9 @@ def _check_values(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], *, key: str
         raise _refuse(f"{key} is not finite at index {int(bad[0])} ({values.ravel()[bad[0]]})", field=key)
     if key == "mask" and not np.isin(values, (0.0, 1.0)).all():
         raise _refuse("mask must hold 0 and 1 only", field=key)
+    if key in ("clip_low", "clip_high") and (values < 0).any():
+        index = int(np.argmax(values < 0))
+        raise _refuse(f"{key} is an absolute ratio, not {values[index]:g} at index {index}", field=key)
 
 
 def _check_ids(ids: np.ndarray, model: ModelLimits, *, key: str) -> None:

@@ -4,6 +4,7 @@ Shape legend: T target tokens of one datum, K targets per token, N token rows of
 pack (one per token, or K per token for two-dimensional targets), D datums of a pack.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,8 +14,8 @@ import torch
 
 from opentinker_server.training.loss_specs import LossSpec
 
-_FALLBACK = {"weights": 1.0, "mask": 1.0}
-"""Value of an optional input where a datum does not have it."""
+_FALLBACK = {"weights": 1.0, "mask": 1.0, "clip_low": math.nan, "clip_high": math.nan}
+"""Value of an optional input where a datum does not have it; a bound that is NaN is that of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class TrainDatum:
     def entries(self, name: str) -> np.ndarray:
         """Input `name` as float32 [M] over this datum's target entries, row by row.
 
-        An absent `weights` or `mask` is all ones; an absent `sequence_ratio_mask` is the mask.
+        An absent `weights` or `mask` is all ones, an absent `clip_low` or `clip_high` all NaN; an absent
+        `sequence_ratio_mask` is the mask.
         """
         if name not in self.inputs:
             if name == "sequence_ratio_mask":

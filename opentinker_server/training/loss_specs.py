@@ -3,12 +3,16 @@ requests with it, and `losses` computes by it.
 
 Notation of the formulas, for target token t of a datum: p log-probability under the adapter as it is,
 q log-probability under the policy that sampled it (input `logprobs`), A advantage, r = exp(p - q),
-sg(x) = x without gradient, clip(x) = x bounded to [clip_low_threshold, clip_high_threshold].
+sg(x) = x without gradient, clip(x) = min(max(x, low), high) with the token's `clip_low` and `clip_high` where
+the datum has them, clip_low_threshold and clip_high_threshold otherwise.
+Where mask_ratio_low or mask_ratio_high is set, a token with r < mask_ratio_low or r > mask_ratio_high gives
+neither value nor gradient (masked importance sampling, Ling Team 2025, arXiv:2510.18855).
 Every loss is the plain SUM of its terms over tokens and datums. Tokens whose mask is 0 take no part; neither
 their value nor their gradient can be touched by what stands in the other inputs there.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -51,6 +55,9 @@ class LossSpec:
     two_dimensional_targets: bool = False
     """Whether target_tokens (and weights with it) may have shape [T, K]."""
 
+    per_token: bool = True
+    """Whether a token's term depends on that token alone, so that the loss may be evaluated on any part of a datum."""
+
 
 def _clip_keys(of: str) -> dict[str, ConfigKey]:
     """Absolute bounds of a ratio, not distances from 1."""
@@ -64,6 +71,23 @@ def _clip_keys(of: str) -> dict[str, ConfigKey]:
     }
 
 
+_MASK_KEYS = {
+    "mask_ratio_low": ConfigKey(
+        default=0.0,
+        minimum=0.0,
+        maximum=math.inf,
+        doc="Tokens whose importance ratio is below this contribute nothing; 0 masks none.",
+    ),
+    "mask_ratio_high": ConfigKey(
+        default=0.0,
+        minimum=0.0,
+        maximum=math.inf,
+        doc="Tokens whose importance ratio is above this contribute nothing; 0 masks none.",
+    ),
+}
+_CLIP_INPUTS = frozenset({"clip_low", "clip_high"})
+"""Bounds of each token, absolute ratios at least 0; one that is absent is that of the configuration."""
+
 _POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages", "mask"})
 
 CROSS_ENTROPY = LossSpec(
@@ -73,18 +97,33 @@ CROSS_ENTROPY = LossSpec(
     optional=frozenset({"weights", "mask"}),
     two_dimensional_targets=True,
 )
-IMPORTANCE_SAMPLING = LossSpec(name="importance_sampling", formula="-r * A, never clipped", required=_POLICY_INPUTS)
+IMPORTANCE_SAMPLING = LossSpec(
+    name="importance_sampling",
+    formula="-r * A, never clipped; with truncate_ratio c above 0: -sg(min(r, c)) * exp(p - sg(p)) * A",
+    required=_POLICY_INPUTS,
+    config={
+        "truncate_ratio": ConfigKey(
+            default=0.0,
+            minimum=0.0,
+            maximum=math.inf,
+            doc="Upper bound of the importance ratio as a coefficient; the gradient stays. 0 bounds nothing.",
+        )
+    }
+    | _MASK_KEYS,
+)
 PPO = LossSpec(
     name="ppo",
     formula="-min(r * A, clip(r) * A)",
     required=_POLICY_INPUTS,
-    config=_clip_keys("the importance ratio"),
+    optional=_CLIP_INPUTS,
+    config=_clip_keys("the importance ratio") | _MASK_KEYS,
 )
 CISPO = LossSpec(
     name="cispo",
     formula="-sg(clip(r)) * p * A",
     required=_POLICY_INPUTS,
-    config=_clip_keys("the importance ratio used as coefficient"),
+    optional=_CLIP_INPUTS,
+    config=_clip_keys("the importance ratio used as coefficient") | _MASK_KEYS,
 )
 DRO = LossSpec(
     name="dro",
@@ -108,6 +147,7 @@ GSPO = LossSpec(
     required=_POLICY_INPUTS,
     optional=frozenset({"sequence_ratio_mask"}),
     config=_clip_keys("the sequence ratio"),
+    per_token=False,
 )
 
 LOSS_SPECS: dict[str, LossSpec] = {
@@ -132,9 +172,16 @@ def resolve_config(spec: LossSpec, config: dict[str, float]) -> dict[str, float]
         if not (math.isfinite(value) and key.minimum <= value <= key.maximum):
             raise ValueError(f"{spec.name}: '{name}' must be finite and in [{key.minimum}, {key.maximum}], not {value}")
     resolved = {name: float(config.get(name, key.default)) for name, key in spec.config.items()}
-    if "clip_low_threshold" in resolved and resolved["clip_low_threshold"] > resolved["clip_high_threshold"]:
-        raise ValueError(
-            f"{spec.name}: clip_low_threshold {resolved['clip_low_threshold']} is above "
-            f"clip_high_threshold {resolved['clip_high_threshold']}"
-        )
+    if crossed := crossed_bounds(resolved):
+        low, high = crossed
+        raise ValueError(f"{spec.name}: {low} {resolved[low]} is above {high} {resolved[high]}")
     return resolved
+
+
+def crossed_bounds(config: Mapping[str, float]) -> tuple[str, str] | None:
+    """The keys of a lower bound that lies above its upper one, if there are such; `config` has every key."""
+    if "clip_low_threshold" in config and config["clip_low_threshold"] > config["clip_high_threshold"]:
+        return "clip_low_threshold", "clip_high_threshold"
+    if "mask_ratio_low" in config and config["mask_ratio_low"] > config["mask_ratio_high"] > 0:
+        return "mask_ratio_low", "mask_ratio_high"
+    return None

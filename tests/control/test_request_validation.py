@@ -117,7 +117,40 @@ def test_loss_configuration_is_checked() -> None:
         ("ppo", {"clip_low_threshold": value(math.nan)}),
         ("ppo", {"clip_low_threshold": value(-1)}),
         ("ppo", {"clip_low_threshold": value(1.3)}),  # above the default upper bound
+        ("ppo", {"mask_ratio_low": value(3), "mask_ratio_high": value(2)}),
+        ("importance_sampling", {"truncate_ratio": value(-1)}),
         ("dro", {"beta": training_pb2.LossConfigValue(text="much")}),
     ):
         with pytest.raises(ServiceError):
             check_loss(loss_fn, config)
+
+
+def test_clip_bounds_of_tokens_are_ratios_in_order() -> None:
+    def floats(values: list[float]) -> tensor_pb2.Tensor:
+        data = np.array(values, "<f4").tobytes()
+        return tensor_pb2.Tensor(data=data, dtype=tensor_pb2.DTYPE_FLOAT32, shape=[len(values)])
+
+    def check(loss_fn: str, **bounds: list[float]) -> None:
+        datum = datum_pb2.Datum(
+            model_input=datum_pb2.ModelInput(
+                chunks=[datum_pb2.Chunk(text=datum_pb2.TextChunk(tokens=np.array([1, 2], "<i4").tobytes()))]
+            ),
+            target_tokens=tensor_pb2.Tensor(
+                data=np.array([2, 3], "<i8").tobytes(), dtype=tensor_pb2.DTYPE_INT64, shape=[2]
+            ),
+            **{key: floats([1.0, 1.0]) for key in ("logprobs", "advantages", "mask")},
+            extras={key: floats(values) for key, values in bounds.items()},
+        )
+        check_data([datum], check_loss(loss_fn, {}), MODEL)
+
+    check("ppo", clip_low=[0.8, 1.0], clip_high=[1.2, 1.0])
+    check("cispo", clip_high=[4.0, 0.0])
+    for loss_fn, bounds, text in (
+        ("ppo", {"clip_low": [0.8, -0.1]}, "clip_low is an absolute ratio, not -0.1 at index 1"),
+        ("ppo", {"clip_low": [0.8, 1.3], "clip_high": [1.2, 1.2]}, "clip_low 1.3 is above clip_high 1.2 at index 1"),
+        ("ppo", {"clip_high": [1.2, math.inf]}, "not finite at index 1"),
+        ("ppo", {"clip_high": [1.2]}, "clip_high has shape"),
+        ("gspo", {"clip_high": [1.2, 1.2]}, "unknown key 'clip_high'"),
+    ):
+        with pytest.raises(ServiceError, match=text):
+            check(loss_fn, **bounds)
