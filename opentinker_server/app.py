@@ -253,6 +253,8 @@ def worker_config(config: Config) -> WorkerConfig:
         trainer=TrainerLimits(
             max_tokens_per_micro_batch=config.training.max_tokens_per_micro_batch,
             head_chunk_rows=config.training.head_chunk_rows,
+            recompute=config.training.recompute,  # type: ignore[arg-type]
+            memory_bytes=config.training.memory_bytes,
             max_adapters=config.training.max_adapters,
             max_rank=config.training.max_rank,
         ),

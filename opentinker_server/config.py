@@ -67,6 +67,10 @@ class TrainingSettings:
     """Token rows of one forward and backward pass; a longer datum runs alone."""
     head_chunk_rows: int = 256
     """Rows whose logits exist at one time."""
+    recompute: str = "auto"
+    """Compute layers again in the backward pass instead of keeping them: auto (datums that need it), always, never."""
+    memory_bytes: int = 0
+    """Memory of one forward and backward pass, in bytes; 0 takes 0.6 of what is free once the model is loaded."""
     max_adapters: int = 32
     """Adapters that can be live at one time."""
     max_rank: int = 128
@@ -177,10 +181,11 @@ SECTIONS: dict[str, type] = {
 }
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
+    "training.recompute": ("auto", "always", "never"),
     "logging.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_MAY_BE_ZERO = {"server.port", "model.threads", "server.shutdown_grace_s"}
+_MAY_BE_ZERO = {"server.port", "training.memory_bytes", "model.threads", "server.shutdown_grace_s"}
 
 
 def load_config(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 _BLOCK_ROWS = 64
-_KEEP_LENGTH = 512
+KEEP_LENGTH = 512
 """Longest segment whose probabilities are kept for the backward pass; those of longer ones are computed again."""
 
 
@@ -44,7 +44,7 @@ class _BlockedAttention(torch.autograd.Function):
         num_segments, length, num_heads, _ = query_SLHD.shape
         key_BLD, value_BLD = _by_head(key_SLGD), _by_head(value_SLGD)
         out_SLHD = query_SLHD.new_empty(num_segments, length, num_heads, value_SLGD.shape[-1])
-        keep = length <= _KEEP_LENGTH and any(ctx.needs_input_grad)  # type: ignore[attr-defined]
+        keep = length <= KEEP_LENGTH and any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         kept = []
         for rows, keys in _blocks(length, window):
             query_BnD = _gather(query_SLHD, rows, key_SLGD.shape[2])

@@ -81,6 +81,8 @@ class ForwardContext:
     num_rows: int = 0
     attention_layers: list[int] = field(default_factory=list)
     """Layers that have called the attention, in call order."""
+    recompute: bool = False
+    """Keep only each layer's input for the backward pass, which computes the layer again."""
 
 
 class LoraLinear(nn.Module):

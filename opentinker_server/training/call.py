@@ -44,10 +44,13 @@ class TrainingCall:
         backward: bool,
         trained_only: bool,
         max_tokens: int,
+        recompute: bool,
     ) -> None:
         """weights: aliases of the adapter's, this call's own leaves. max_tokens: rows of a micro-batch."""
         self.adapter_id = adapter_id
         self.backward = backward
+        self.recompute = recompute
+        """Its backward passes compute each layer again."""
         self.num_data = len(data)
         self.num_tokens = sum(len(datum.tokens) for datum in data)
         self.num_done = 0

@@ -62,8 +62,13 @@ class ShareResult:
     """Absent in a pass without backward."""
 
 
-def run_pass(base: BaseModel, shares: Sequence[Share], *, backward: bool, head_chunk_rows: int) -> list[ShareResult]:
-    """Runs `shares` as one pack; results in their order. Nothing is accumulated anywhere."""
+def run_pass(
+    base: BaseModel, shares: Sequence[Share], *, backward: bool, head_chunk_rows: int, recompute: bool = False
+) -> list[ShareResult]:
+    """Runs `shares` as one pack; results in their order. Nothing is accumulated anywhere.
+
+    recompute: the backward pass computes each layer again, for less memory.
+    """
     packs = [pack_datums(share.data, share.spec, device=base.device) for share in shares]
     offsets = [0, *accumulate(len(pack.tokens_N) for pack in packs)]
     segments = [
@@ -83,13 +88,14 @@ def run_pass(base: BaseModel, shares: Sequence[Share], *, backward: bool, head_c
             torch.cat([pack.positions_N for pack in packs]),
             attention=attention,
             lora=LoraRows.from_segments([(part.start, part.end, part.weights) for part in segments]),
+            recompute=recompute,
         )
     head = Head(base=base, segments=segments, chunk_rows=head_chunk_rows)
     evaluations = [_Evaluation(share, pack) for share, pack in zip(shares, packs, strict=True)]
     whole = hidden_ND.detach()
     for evaluation, offset in zip(evaluations, offsets, strict=False):
         pack = evaluation.pack
-        if not backward or not per_token(evaluation.share.spec):
+        if not backward or not evaluation.share.spec.per_token:
             evaluation.take_all(head.logprobs(whole, pack.rows_M + offset, pack.targets_M), backward=backward)
         if not evaluation.share.trained_only:
             evaluation.take_rest(head.logprobs(whole, pack.rest.rows_M + offset, pack.rest.targets_M))
@@ -195,7 +201,3 @@ def _backward(
     for place, (index, module) in enumerate([*head_names, *body_names]):
         gradients[index][module] = (flat[2 * place], flat[2 * place + 1])
     return gradients
-
-
-def per_token(spec):
-    return getattr(spec, "per_token", spec.name != "gspo")

@@ -6,6 +6,7 @@ Owned by the worker's loop thread; nothing here is safe to call from two threads
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from opentinker_server.models.base import BaseModel
 from opentinker_server.models.lora import LoraWeights
@@ -16,6 +17,7 @@ from opentinker_server.training.call import ForwardBackwardOutput, TrainingCall
 from opentinker_server.training.datum import TrainDatum
 from opentinker_server.training.errors import NonFiniteGradient, TrainingError
 from opentinker_server.training.loss_specs import LOSS_SPECS, resolve_config
+from opentinker_server.training.memory import plan_memory
 from opentinker_server.training.optimizer import AdamSettings, AdamStep, adam_steps
 from opentinker_server.training.passes import run_pass
 from opentinker_server.training.state_files import SavedState
@@ -31,6 +33,12 @@ class TrainerConfig:
     head_chunk_rows: int = 256
     """Rows whose logits exist at one time; one chunk takes rows * vocabulary * 4 bytes, twice in backward."""
 
+    recompute: Literal["auto", "always", "never"] = "auto"
+    """Compute each layer again in the backward pass instead of keeping it: auto where a datum needs it to fit."""
+
+    memory_bytes: int = 0
+    """For one forward and backward; 0 takes 0.6 of what is free once the model is loaded."""
+
     max_adapters: int = 32
     """Live adapters at one time."""
 
@@ -45,6 +53,8 @@ class Trainer:
         self._base = base
         self._config = config
         self._adapters: dict[str, LiveAdapter] = {}
+        self.memory = plan_memory(base, budget_bytes=config.memory_bytes, head_chunk_rows=config.head_chunk_rows)
+        """How many token rows fit."""
 
     def create_adapter(
         self, adapter_id: str, lora: LoraSettings, *, directory: Path | None, with_optimizer: bool
@@ -94,7 +104,8 @@ class Trainer:
     ) -> TrainingCall:
         """A call whose micro-batches `run` carries out and whose gradient `finish` adds.
 
-        Raises TrainingError NOT_FOUND, INVALID_LOSS, or INVALID_ARGUMENT when `data` is empty.
+        Raises TrainingError NOT_FOUND, INVALID_LOSS, LIMIT_EXCEEDED when a datum cannot fit into memory, or
+        INVALID_ARGUMENT when `data` is empty.
         """
         adapter = self._get(adapter_id)
         if loss_fn not in LOSS_SPECS:
@@ -110,6 +121,7 @@ class Trainer:
             resolved = resolve_config(spec, config)
         except ValueError as error:
             raise TrainingError(str(error), reason="INVALID_LOSS", field=loss_fn) from error
+        recompute = backward and self._needs_recomputation(data)
         return TrainingCall(
             adapter_id=adapter_id,
             weights=adapter.alias(self._base.dtype),
@@ -118,8 +130,34 @@ class Trainer:
             data=data,
             backward=backward,
             trained_only=trained_only,
-            max_tokens=self._config.max_tokens_per_micro_batch,
+            max_tokens=self.max_rows(recompute=recompute) if backward else self._config.max_tokens_per_micro_batch,
+            recompute=recompute,
         )
+
+    def max_rows(self, *, recompute: bool = False) -> int:
+        """Token rows of a pass with backward, by memory and configuration."""
+        return max(1, min(self._config.max_tokens_per_micro_batch, self.memory.max_rows(recompute=recompute)))
+
+    def _needs_recomputation(self, data: Sequence[TrainDatum]) -> bool:
+        longest = max(range(len(data)), key=lambda index: len(data[index].tokens))
+        length = len(data[longest].tokens)
+        recompute = self._config.recompute == "always" or (
+            self._config.recompute == "auto" and length > self.memory.max_rows(recompute=False)
+        )
+        limit = self.memory.max_rows(recompute=recompute)
+        if length > limit:
+            needed = self.memory.needed_bytes(length, recompute=recompute)
+            raise TrainingError(
+                f"datum {longest}: its {length} tokens need {needed / 2**30:.2f} GiB in a backward pass"
+                f"{' with recomputation' if recompute else ''}, {self.memory.budget_bytes / 2**30:.2f} GiB are there; "
+                f"at most {limit} tokens fit",
+                reason="LIMIT_EXCEEDED",
+                datum_index=longest,
+                field="model_input",
+                actual=length,
+                limit=limit,
+            )
+        return recompute
 
     def run(self, calls: Sequence[TrainingCall]) -> None:
         """The next micro-batch of each call, all in one pass; none of them is done, all or none run backward.
@@ -127,7 +165,13 @@ class Trainer:
         What a call gets does not depend on the others beyond rounding. When this raises, nothing has changed.
         """
         shares = [call.next_share() for call in calls]
-        results = run_pass(self._base, shares, backward=calls[0].backward, head_chunk_rows=self._config.head_chunk_rows)
+        results = run_pass(
+            self._base,
+            shares,
+            backward=calls[0].backward,
+            head_chunk_rows=self._config.head_chunk_rows,
+            recompute=any(call.recompute for call in calls),
+        )
         for call, result in zip(calls, results, strict=True):
             call.add(result)
 

@@ -16,6 +16,12 @@ class TrainerLimits:
     head_chunk_rows: int = 256
     """Rows whose logits exist at one time; a chunk takes rows * vocabulary * 4 bytes, twice in backward."""
 
+    recompute: Literal["auto", "always", "never"] = "auto"
+    """Compute each layer again in the backward pass instead of keeping it: auto where a datum needs it to fit."""
+
+    memory_bytes: int = 0
+    """For one forward and backward; 0 takes 0.6 of what is free once the model is loaded."""
+
     max_adapters: int = 32
     """Live adapters at one time."""
 
@@ -92,8 +98,11 @@ class WorkerConfig:
                 raise ValueError(f"{name} must be in [0.001, 1000], got {getattr(self, name)}")
         for limits in (self.trainer, self.engine):
             for name, value in dataclasses.asdict(limits).items():
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
+                least = 0 if name == "memory_bytes" else 1
+                if name != "recompute" and value < least:
+                    raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.trainer.recompute not in ("auto", "always", "never"):
+            raise ValueError(f'recompute must be "auto", "always" or "never", got {self.trainer.recompute!r}')
 
     def to_json(self) -> str:
         """One JSON object, every field present."""

@@ -53,7 +53,7 @@ class WorkerLoop:
         self._commands = AdapterCommands(base=base, trainer=trainer, sampler=sampler)
         self._training = TrainingTurns(
             self._commands,
-            max_rows=config.trainer.max_tokens_per_micro_batch,
+            max_rows=trainer.max_rows(),
             deterministic=config.deterministic,
         )
         self._sampling: set[int] = set()

@@ -77,9 +77,11 @@ def _load(config: WorkerConfig, *, inbox: Inbox, send: Callable[[worker_pb2.Work
     started = time.monotonic()
     base = BaseModel.load(source, dtype=getattr(torch, config.dtype), device=config.device)
     log.info("loaded %s on %s in %.1f s", base.info.name, config.device, time.monotonic() - started)
+    trainer = Trainer(base, TrainerConfig(**dataclasses.asdict(config.trainer)))
+    log.info("%s", trainer.memory)
     return WorkerLoop(
         base=base,
-        trainer=Trainer(base, TrainerConfig(**dataclasses.asdict(config.trainer))),
+        trainer=trainer,
         sampler=SamplerEngine(base, EngineConfig(**dataclasses.asdict(config.engine))),
         config=config,
         inbox=inbox,
