@@ -245,6 +245,7 @@ def worker_config(config: Config) -> WorkerConfig:
         cache_dir=str(config.model.cache_dir),
         device=config.model.device,
         dtype=config.model.dtype,  # type: ignore[arg-type]
+        quantization=config.model.quantization,  # type: ignore[arg-type]
         threads=config.model.threads,
         training_weight=config.training.weight,
         sampling_weight=config.sampler.weight,

@@ -53,6 +53,8 @@ class ModelSettings:
     """What clients call it. Empty: the name, or the directory's own name."""
     dtype: str = "bfloat16"
     """Of the frozen weights: float32 or bfloat16. Adapters and their optimizer are always float32."""
+    quantization: str = "none"
+    """Of the base's linear layers: nf4 keeps them in four bits (needs the extra `quantized`), none as they are."""
     device: str = "cpu"
     """Torch device of the worker."""
     threads: int = 0
@@ -181,6 +183,7 @@ SECTIONS: dict[str, type] = {
 }
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
+    "model.quantization": ("none", "nf4"),
     "training.recompute": ("auto", "always", "never"),
     "logging.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from opentinker_server.models.attention import Attention, PackedCausalAttention
 from opentinker_server.models.lora import ForwardContext, LoraLinear, LoraRows
 from opentinker_server.models.norm import install_norms
+from opentinker_server.models.quantized import NF4, nf4_config, use_exact_products
 from opentinker_server.models.registry import ModelSource, quiet_transformers
 
 ATTENTION_NAME = "opentinker"
@@ -76,17 +77,22 @@ class BaseModel:
         self._softcap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
 
     @classmethod
-    def load(cls, source: ModelSource, *, dtype: torch.dtype, device: torch.device | str) -> "BaseModel":
-        """Reads the weights (safetensors only).
+    def load(
+        cls, source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, quantization: str = "none"
+    ) -> "BaseModel":
+        """Reads the weights (safetensors only); with quantization "nf4" the linear layers are kept in four bits.
 
-        Raises ValueError for an architecture whose answers would depend on a row's neighbours or whose head
-        does more than a linear layer and a softcap.
+        Raises ValueError for a quantization that is not installed, and for an architecture whose answers would depend
+        on a row's neighbours or whose head does more than a linear layer and a softcap.
         """
         AttentionInterface.register(ATTENTION_NAME, _attention_forward)
         config = AutoConfig.from_pretrained(source.directory)
         if getattr(config.get_text_config(), "num_attention_heads", None) is None:
             raise ValueError(f"{config.model_type} has no attention; packed rows would see one another.")
         _refuse_batch_dependent_rope(config)
+        options: dict[str, object] = {}
+        if quantization == NF4:
+            options = {"quantization_config": nf4_config(dtype), "device_map": {"": str(device)}}
         with quiet_transformers():
             module = AutoModelForCausalLM.from_pretrained(
                 source.directory,
@@ -94,8 +100,13 @@ class BaseModel:
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
+                **options,
             )
-        module = module.to(device).eval().requires_grad_(False)
+        if options:
+            use_exact_products(module)
+        else:
+            module = module.to(device)
+        module = module.eval().requires_grad_(False)
         context = ForwardContext()
         tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
         _install(module, context)

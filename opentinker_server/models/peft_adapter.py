@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from opentinker_server.models.base import BaseModel, module_kind
 from opentinker_server.models.lora import LoraWeights
+from opentinker_server.models.quantized import dense_state
 
 ADAPTER_NAME = "default"
 CONFIG_FILE = "adapter_config.json"
@@ -228,7 +229,7 @@ def merge_into_base(directory: Path, base: BaseModel, weights: LoraWeights) -> N
     says so.
     """
     merged = {}
-    for key, tensor in base.module.state_dict().items():
+    for key, tensor in dense_state(base.module, base.dtype).items():
         merged[key.replace(".base.", ".")] = tensor
     for name, (a_RK, b_OR) in weights.factors.items():
         key = f"{name}.weight"

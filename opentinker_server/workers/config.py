@@ -65,6 +65,9 @@ class WorkerConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the base model's weights and activations."""
 
+    quantization: Literal["none", "nf4"] = "none"
+    """Of the base model's linear layers: nf4 keeps them in four bits, by bitsandbytes."""
+
     threads: int = 0
     """Threads of one torch operation on the CPU. 0: torch's choice."""
 
@@ -91,6 +94,8 @@ class WorkerConfig:
             raise ValueError("model must not be empty")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f'dtype must be "float32", "bfloat16" or "float16", got {self.dtype!r}')
+        if self.quantization not in ("none", "nf4"):
+            raise ValueError(f'quantization must be "none" or "nf4", got {self.quantization!r}')
         if self.threads < 0:
             raise ValueError(f"threads must be at least 0, got {self.threads}")
         for name in ("training_weight", "sampling_weight"):

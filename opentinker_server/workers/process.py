@@ -75,7 +75,9 @@ def _load(config: WorkerConfig, *, inbox: Inbox, send: Callable[[worker_pb2.Work
     source = resolve_model(config.model, cache_dir=Path(config.cache_dir).expanduser(), name=config.model_name or None)
     transformers.utils.logging.disable_progress_bar()
     started = time.monotonic()
-    base = BaseModel.load(source, dtype=getattr(torch, config.dtype), device=config.device)
+    base = BaseModel.load(
+        source, dtype=getattr(torch, config.dtype), device=config.device, quantization=config.quantization
+    )
     log.info("loaded %s on %s in %.1f s", base.info.name, config.device, time.monotonic() - started)
     trainer = Trainer(base, TrainerConfig(**dataclasses.asdict(config.trainer)))
     log.info("%s", trainer.memory)
