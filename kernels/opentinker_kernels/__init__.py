@@ -10,12 +10,14 @@ A step groups its rows once and every adapted linear shares the result:
     out_NO = lora_delta_(out_NO, x_NK, weights, groups)
 """
 
+from opentinker_kernels.batched import FactorGradients
 from opentinker_kernels.dispatch import lora_delta_, lora_linear
 from opentinker_kernels.grouping import RowGroups, group_rows
 from opentinker_kernels.reference import lora_delta_reference
 from opentinker_kernels.weights import SlotFactors, StackedSlots
 
 __all__ = [
+    "FactorGradients",
     "RowGroups",
     "SlotFactors",
     "StackedSlots",

@@ -27,21 +27,52 @@ def add_delta_(out_NO: torch.Tensor, x_NK: torch.Tensor, weights: Weights, group
             _scatter_add_(out_NO, h_GMR, factors.B_GRO, batch)
 
 
+class FactorGradients:
+    """Gathers the gradients of many linears' factors, stacked as they are computed.
+
+    For passes over many slots, where one autograd leaf per slot and factor would cost more than the arithmetic.
+    `anchor` is the leaf to differentiate by; its own gradient means nothing.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._parts: dict[str, list[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]] = {}
+
+    def add(self, linear: str, slots: tuple[int, ...], dA_GRK: torch.Tensor, dB_GOR: torch.Tensor) -> None:
+        """Called by the backward pass; 2-D, without G, for a single slot."""
+        self._parts.setdefault(linear, []).append((slots, dA_GRK, dB_GOR))
+
+    def of(self, linear: str, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Gradients of A [r, K] and B [O, r] of one slot, views; None where the slot had no rows there."""
+        for slots, dA_GRK, dB_GOR in self._parts.get(linear, ()):
+            if slot in slots:
+                if dA_GRK.dim() == 2:
+                    return dA_GRK, dB_GOR
+                place = slots.index(slot)
+                return dA_GRK[place, :rank], dB_GOR[place, :, :rank]
+        return None
+
+
 def add_delta_with_grad(
     out: torch.Tensor,
     x: torch.Tensor,
     weights: Sequence[SlotFactors | None],
     groups: RowGroups,
+    *,
     base_OK: torch.Tensor | None = None,
+    gather: tuple[FactorGradients, str] | None = None,
 ) -> torch.Tensor:
     """`add_delta_` as one autograd node: gradients to `out`, `x` and the factors of slots with rows.
 
     out: [..., O], x: [..., K]; modifies `out` and returns it. base_OK: the frozen weight by which `out` was made
-    from `x` outside autograd; the node then carries that gradient to `x` as well. Keeps for the backward pass
-    `x` and the shrunk rows; no intermediate of the output's size.
+    from `x` outside autograd; the node then carries that gradient to `x` as well. gather: where the gradients of the
+    factors go, under which name, instead of to the factors. Keeps for the backward pass `x` and the shrunk rows; no
+    intermediate of the output's size.
     """
+    if gather is not None:
+        return _GroupedDelta.apply(out, x, base_OK, weights, groups, gather, gather[0].anchor)
     tensors = [t for slot in groups.slots if (own := weights[slot]) is not None for t in (own.A_RK, own.B_OR)]
-    return _GroupedDelta.apply(out, x, base_OK, weights, groups, *tensors)
+    return _GroupedDelta.apply(out, x, base_OK, weights, groups, None, *tensors)
 
 
 def _batch_factors(
@@ -117,8 +148,10 @@ class _GroupedDelta(torch.autograd.Function):
         base_OK: torch.Tensor | None,
         weights: Sequence[SlotFactors | None],
         groups: RowGroups,
+        gather: tuple[FactorGradients, str] | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
+        """tensors: the factors of the slots that have any, or with `gather` its anchor."""
         out_NO, x_NK = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
         h_batches: list[torch.Tensor | None] = []
         # Kept for the backward pass: for one slot they are views, for several the copies cost more than their memory.
@@ -133,71 +166,55 @@ class _GroupedDelta(torch.autograd.Function):
             _scatter_add_(out_NO, h_GMR, factors.B_GRO, batch)
             h_batches.append(h_GMR)
         ctx.mark_dirty(out)
-        ctx.save_for_backward(x, base_OK, *tensors, *h_batches)  # type: ignore[arg-type]
-        ctx.groups = groups  # type: ignore[attr-defined]
-        ctx.scales = [None if own is None else own.scale for own in weights]  # type: ignore[attr-defined]
+        # The factors too, so that autograd notices one that was changed in place since.
+        ctx.save_for_backward(x, base_OK, *h_batches, *tensors)  # type: ignore[arg-type]
+        ctx.groups, ctx.gather = groups, gather  # type: ignore[attr-defined]
+        ctx.ranks = {  # type: ignore[attr-defined]
+            slot: (own.A_RK.shape[0], own.A_RK.dtype) for slot in groups.slots if (own := weights[slot]) is not None
+        }
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g: torch.Tensor):  # type: ignore[no-untyped-def, override]
-        groups: RowGroups = ctx.groups
+        batches = ctx.groups.batches
         x, base_OK, *saved = ctx.saved_tensors
         x_NK, g_NO = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-        slots = [slot for slot in groups.slots if ctx.scales[slot] is not None]
-        tensors, h_batches = saved[: 2 * len(slots)], saved[2 * len(slots) :]
-        # The saved tensors are asked for, so that autograd notices a factor changed in place since the forward pass.
-        weights: list[SlotFactors | None] = [None] * len(ctx.scales)
-        for i, slot in enumerate(slots):
-            weights[slot] = SlotFactors(A_RK=tensors[2 * i], B_OR=tensors[2 * i + 1], scale=ctx.scales[slot])
-        wanted = {
-            slot: (ctx.needs_input_grad[5 + 2 * i], ctx.needs_input_grad[6 + 2 * i]) for i, slot in enumerate(slots)
-        }
+        want_x, want_factors = ctx.needs_input_grad[1], any(ctx.needs_input_grad[6:])
         dx_NK = None
-        if ctx.needs_input_grad[1]:
+        if want_x:
             dx_NK = torch.zeros_like(x_NK, memory_format=torch.contiguous_format) if base_OK is None else g_NO @ base_OK
-        grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        for batch, factors, h_GMR in zip(groups.batches, ctx.factors, h_batches, strict=True):
-            if h_GMR is not None:
-                _batch_backward(g_NO, x_NK, dx_NK, h_GMR, weights, factors, batch, wanted, grads)
-        factor_grads = [grad for slot in slots for grad in grads[slot]]
+        grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for batch, factors, h_GMR in zip(batches, ctx.factors, saved[: len(batches)], strict=True):
+            if factors is None:
+                continue
+            g_GMO = _take(g_NO, batch)
+            dh_GMR = _masked_scale_(_matmul(g_GMO, factors.B_GRO.mT), factors, batch)
+            if want_factors:
+                dA_GRK, dB_GOR = _matmul(dh_GMR.mT, _take(x_NK, batch)), _matmul(g_GMO.mT, h_GMR)
+                if ctx.gather is not None:
+                    ctx.gather[0].add(ctx.gather[1], batch.slots, dA_GRK, dB_GOR)
+                else:
+                    _split_by_slot(dA_GRK, dB_GOR, batch, ctx.ranks, grads)
+            if dx_NK is not None:
+                _scatter_add_(dx_NK, dh_GMR, factors.A_GKR.mT, batch)
+        found: list[torch.Tensor | None] = [None] if ctx.gather is not None else [None] * (2 * len(ctx.ranks))
+        if grads:
+            found = [grad for slot in ctx.ranks for grad in grads[slot]]
         dx = dx_NK.view_as(x) if dx_NK is not None else None
-        return (g if ctx.needs_input_grad[0] else None, dx, None, None, None, *factor_grads)
+        return (g if ctx.needs_input_grad[0] else None, dx, None, None, None, None, *found)
 
 
-def _batch_backward(
-    g_NO: torch.Tensor,
-    x_NK: torch.Tensor,
-    dx_NK: torch.Tensor | None,
-    h_GMR: torch.Tensor,
-    weights: Sequence[SlotFactors | None],
-    factors: BatchFactors,
+def _split_by_slot(
+    dA_GRK: torch.Tensor,
+    dB_GOR: torch.Tensor,
     batch: RowBatch,
-    wanted: dict[int, tuple[bool, bool]],
-    grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]],
+    ranks: dict[int, tuple[int, torch.dtype]],
+    grads: dict[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """One batch's share: adds into `dx_NK`, sets `grads` (A, B) of its slots."""
-    g_GMO = _take(g_NO, batch)
-    any_A = any(wanted.get(slot, (False, False))[0] for slot in batch.slots)
-    any_B = any(wanted.get(slot, (False, False))[1] for slot in batch.slots)
-    dA_GRK = dB_GOR = None
-    if any_B:
-        dB_GOR = _matmul(g_GMO.mT, h_GMR)
-    if any_A or dx_NK is not None:
-        dh_GMR = _masked_scale_(_matmul(g_GMO, factors.B_GRO.mT), factors, batch)
-        if any_A:
-            dA_GRK = _matmul(dh_GMR.mT, _take(x_NK, batch))
-        if dx_NK is not None:
-            _scatter_add_(dx_NK, dh_GMR, factors.A_GKR.mT, batch)
-    single = len(batch.slots) == 1
+    """Sets `grads` (A, B) of the batch's slots, in the dtype of their factors."""
     for g, slot in enumerate(batch.slots):
-        own = weights[slot]
-        if own is None:
-            continue
-        rank = own.A_RK.shape[0]
-        dA = dB = None
-        if dA_GRK is not None and wanted[slot][0]:
-            dA = (dA_GRK if single else dA_GRK[g, :rank]).to(own.A_RK.dtype)
-        if dB_GOR is not None and wanted[slot][1]:
-            dB = (dB_GOR if single else dB_GOR[g, :, :rank]).to(own.B_OR.dtype)
-        grads[slot] = (dA, dB)
+        if slot in ranks:
+            rank, dtype = ranks[slot]
+            dA, dB = (dA_GRK, dB_GOR) if len(batch.slots) == 1 else (dA_GRK[g, :rank], dB_GOR[g, :, :rank])
+            grads[slot] = (dA.to(dtype), dB.to(dtype))

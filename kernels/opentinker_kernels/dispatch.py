@@ -6,29 +6,31 @@ from importlib.util import find_spec
 
 import torch
 
-from opentinker_kernels.batched import Weights, add_delta_, add_delta_with_grad
+from opentinker_kernels.batched import FactorGradients, Weights, add_delta_, add_delta_with_grad
 from opentinker_kernels.grouping import RowGroups
 from opentinker_kernels.weights import SlotFactors, StackedSlots
 
 
 def lora_linear(
-    x: torch.Tensor, linear: torch.nn.Linear, weights: Sequence[SlotFactors | None], groups: RowGroups
+    x: torch.Tensor,
+    linear: torch.nn.Linear,
+    weights: Sequence[SlotFactors | None],
+    groups: RowGroups,
+    *,
+    gather: tuple[FactorGradients, str] | None = None,
 ) -> torch.Tensor:
     """A frozen linear layer with each row's low-rank delta, [..., O]; differentiable as `lora_delta_` is.
 
-    One autograd node carries the gradient through both. x and weights: as `lora_delta_`.
+    One autograd node carries the gradient through both. x and weights: as `lora_delta_`. gather: where the backward
+    pass puts the gradients of the factors, under which name, instead of giving them to the factors.
     """
-    if (
-        not torch.is_grad_enabled()
-        or type(linear) is not torch.nn.Linear
-        or linear.weight.requires_grad
-        or all(weights[slot] is None for slot in groups.slots)
-    ):
+    if not torch.is_grad_enabled() or all(weights[slot] is None for slot in groups.slots):
         return lora_delta_(linear(x), x, weights, groups)
-    with torch.no_grad():
+    fused = type(linear) is torch.nn.Linear and "forward" not in vars(linear) and not linear.weight.requires_grad
+    with torch.set_grad_enabled(not fused):
         out = linear(x)
     _check(out, x, weights, groups)
-    return add_delta_with_grad(out, x, weights, groups, base_OK=linear.weight)
+    return add_delta_with_grad(out, x, weights, groups, base_OK=linear.weight if fused else None, gather=gather)
 
 
 def lora_delta_(out: torch.Tensor, x: torch.Tensor, weights: Weights, groups: RowGroups) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from opentinker_kernels import RowGroups, SlotFactors, group_rows, lora_linear
+from opentinker_kernels import FactorGradients, RowGroups, SlotFactors, group_rows, lora_linear
 from torch import Tensor, nn
 
 from opentinker_server.models.attention import Attention
@@ -36,10 +36,14 @@ class LoraRows:
     adapters: tuple[LoraWeights, ...]
     slot_of_row: tuple[int, ...]
     """Index in `adapters` of each row's adapter, -1 for the base; rows after the last are the base's."""
+    gradients: FactorGradients | None = None
+    """Where a backward pass puts the gradients of the factors, instead of giving them to the factors."""
     _groups: dict[tuple[int, torch.device], RowGroups] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_segments(cls, segments: Iterable[tuple[int, int, LoraWeights | None]]) -> "LoraRows":
+    def from_segments(
+        cls, segments: Iterable[tuple[int, int, LoraWeights | None]], *, gradients: FactorGradients | None = None
+    ) -> "LoraRows":
         """segments: (first row, row after the last, adapter or None for the base), not overlapping."""
         slots: dict[LoraWeights, int] = {}
         slot_of_row: list[int] = []
@@ -49,7 +53,7 @@ class LoraRows:
             slot_of_row += [-1] * (start - len(slot_of_row))
             slot = -1 if weights is None or start == end else slots.setdefault(weights, len(slots))
             slot_of_row += [slot] * (end - start)
-        return cls(adapters=tuple(slots), slot_of_row=tuple(slot_of_row))
+        return cls(adapters=tuple(slots), slot_of_row=tuple(slot_of_row), gradients=gradients)
 
     @classmethod
     def from_row_slots(cls, slots_N: Tensor | Sequence[int], weights: Sequence[LoraWeights]) -> "LoraRows":
@@ -117,5 +121,7 @@ class LoraLinear(nn.Module):
         x_NI = x.reshape(-1, x.shape[-1])
         num_rows = self._context.num_rows
         assert x_NI.shape[0] == num_rows, f"{self.name} does not see the packed rows"
-        out_NO = lora_linear(x_NI, self.base, lora.factors(self.name), lora.groups(num_rows, x_NI.device))
+        gather = None if lora.gradients is None else (lora.gradients, self.name)
+        groups = lora.groups(num_rows, x_NI.device)
+        out_NO = lora_linear(x_NI, self.base, lora.factors(self.name), groups, gather=gather)
         return out_NO.view(*x.shape[:-1], -1)

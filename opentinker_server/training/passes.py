@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from opentinker_kernels import FactorGradients
 
 from opentinker_server.models.attention import PackedCausalAttention
 from opentinker_server.models.base import BaseModel
@@ -82,12 +83,13 @@ def run_pass(
             for start, end in pack.segments
         ]
     )
+    body = FactorGradients(base.device)
     with torch.set_grad_enabled(backward):
         hidden_ND = base.hidden_states(
             torch.cat([pack.tokens_N for pack in packs]),
             torch.cat([pack.positions_N for pack in packs]),
             attention=attention,
-            lora=LoraRows.from_segments([(part.start, part.end, part.weights) for part in segments]),
+            lora=LoraRows.from_segments([(part.start, part.end, part.weights) for part in segments], gradients=body),
             recompute=recompute,
         )
     head = Head(base=base, segments=segments, chunk_rows=head_chunk_rows)
@@ -101,7 +103,7 @@ def run_pass(
             evaluation.take_rest(head.logprobs(whole, pack.rest.rows_M + offset, pack.rest.targets_M))
     gradients: list[Gradients | None] = [None] * len(shares)
     if backward:
-        gradients = [*_backward(evaluations, hidden_ND, head, offsets)]
+        gradients = [*_backward(evaluations, hidden_ND, head, body, offsets)]
     return [evaluation.result(gradient) for evaluation, gradient in zip(evaluations, gradients, strict=True)]
 
 
@@ -161,17 +163,17 @@ class _Evaluation:
 
 
 def _backward(
-    evaluations: Sequence[_Evaluation], hidden_ND: torch.Tensor, head: Head, offsets: Sequence[int]
+    evaluations: Sequence[_Evaluation],
+    hidden_ND: torch.Tensor,
+    head: Head,
+    body: FactorGradients,
+    offsets: Sequence[int],
 ) -> list[Gradients]:
     """Gradients of each share's factors; a factor that the loss does not reach gets zeros."""
     packs = [evaluation.pack for evaluation in evaluations]
     starts = [0, *accumulate(len(pack.targets_M) for pack in packs)]
-    names = [(index, module) for index, each in enumerate(evaluations) for module in each.share.weights.factors]
-    head_names = [name for name in names if name[1] == HEAD_MODULE]
-    body_names = [name for name in names if name[1] != HEAD_MODULE]
-
-    def factors(of: list[tuple[int, str]]) -> list[torch.Tensor]:
-        return [factor for index, module in of for factor in evaluations[index].share.weights.factors[module]]
+    shares = [evaluation.share for evaluation in evaluations]
+    with_head = [index for index, share in enumerate(shares) if HEAD_MODULE in share.weights.factors]
 
     def gradient(entries: slice, logprobs_m: torch.Tensor) -> torch.Tensor:
         parts = []
@@ -187,17 +189,19 @@ def _backward(
         torch.cat([pack.rows_M + offset for pack, offset in zip(packs, offsets, strict=False)]),
         torch.cat([pack.targets_M for pack in packs]),
         gradient,
-        factors(head_names),
+        [factor for index in with_head for factor in shares[index].weights.factors[HEAD_MODULE]],
     )
-    body = factors(body_names)
-    body_grads: list[torch.Tensor | None] = [None] * len(body)
-    if body and hidden_ND.requires_grad and found.any_nonzero:
-        body_grads = list(torch.autograd.grad(hidden_ND, body, found.hidden_ND, allow_unused=True))
-    flat = [
-        torch.zeros_like(factor, requires_grad=False) if grad is None else grad
-        for grad, factor in zip([*found.factors, *body_grads], factors(head_names) + body, strict=True)
-    ]
-    gradients: list[Gradients] = [{} for _ in evaluations]
-    for place, (index, module) in enumerate([*head_names, *body_names]):
-        gradients[index][module] = (flat[2 * place], flat[2 * place + 1])
+    if hidden_ND.requires_grad and found.any_nonzero:
+        torch.autograd.grad(hidden_ND, body.anchor, found.hidden_ND, allow_unused=True)
+    gradients: list[Gradients] = []
+    for index, share in enumerate(shares):
+        # Every share has rows and weights of its own: its place is its slot.
+        gradients.append(
+            {
+                module: body.of(module, index, a_RI.shape[0]) or (torch.zeros_like(a_RI), torch.zeros_like(b_OR))
+                for module, (a_RI, b_OR) in share.weights.factors.items()
+            }
+        )
+    for place, index in enumerate(with_head):
+        gradients[index][HEAD_MODULE] = (found.factors[2 * place], found.factors[2 * place + 1])
     return gradients
