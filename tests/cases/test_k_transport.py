@@ -113,6 +113,7 @@ def test_tr3_fork_works_or_says_so_and_never_hangs(t0_address: str) -> None:
 def test_tr6_client_resources_are_released(t0_address: str) -> None:
     def cycle(close: bool) -> None:
         service = ot.ServiceClient(base_url=t0_address)
+        service.create_lora_training_client("t0", rank=1).result()
         sampler = service.create_sampling_client(base_model="t0").result()
         settings = ot.SamplingParams(max_tokens=1)
         sampler.sample(ot.ModelInput.from_ints([1]), num_samples=1, sampling_params=settings).result()
@@ -127,7 +128,7 @@ def test_tr6_client_resources_are_released(t0_address: str) -> None:
     for i in range(10):
         cycle(close=i % 2 == 0)
     before = open_things()
-    for i in range(100):
+    for i in range(300):
         cycle(close=i % 2 == 0)
     after = open_things()
     assert after[0] <= before[0] + 5 and after[1] <= before[1] + 3

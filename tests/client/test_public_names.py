@@ -60,7 +60,7 @@ METHODS = {
         "set_checkpoint_ttl_from_tinker_path",
         "watch_snapshots",
     ],
-    "APIFuture": ["coroutine", "done", "future", "result", "result_async"],
+    "APIFuture": ["cancel", "coroutine", "done", "future", "result", "result_async"],
 }
 WITHOUT_TWIN = {
     "address",
