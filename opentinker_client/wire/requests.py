@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from google.protobuf.message import Message
 
 from opentinker_client import types
 from opentinker_client.wire.v1 import datum_pb2, policy_pb2, registry_pb2, sampling_pb2, tensor_pb2, training_pb2
@@ -175,14 +176,9 @@ def sampling_params(value: types.SamplingParams) -> sampling_pb2.SamplingParams:
     """How to generate."""
     if value.logprobs_mode not in _MODES:
         raise ValueError(f"logprobs_mode is {value.logprobs_mode!r}; it must be 'model' or 'processed'")
-    message = sampling_pb2.SamplingParams(
-        max_tokens=value.max_tokens,
-        seed=value.seed,
-        temperature=value.temperature,
-        top_k=value.top_k,
-        top_p=value.top_p,
-        logprobs_mode=_MODES[value.logprobs_mode],
-    )
+    message = sampling_pb2.SamplingParams(logprobs_mode=_MODES[value.logprobs_mode])
+    for name in ("max_tokens", "seed", "temperature", "top_k", "top_p"):
+        _set_number(message, name, getattr(value, name))
     stop = value.stop
     if isinstance(stop, str):
         message.stop_texts.texts.append(stop)
@@ -192,7 +188,10 @@ def sampling_params(value: types.SamplingParams) -> sampling_pb2.SamplingParams:
             message.stop_texts.texts.extend(rules)
         elif all(isinstance(rule, int | np.integer) for rule in rules):
             message.stop_token_ids.SetInParent()
-            message.stop_token_ids.ids.extend(int(rule) for rule in rules)
+            for rule in rules:
+                if not 0 <= rule < 2**31:
+                    raise ValueError(f"stop holds {rule}; token ids are from 0 to 2^31 - 1")
+                message.stop_token_ids.ids.append(int(rule))
         else:
             raise TypeError("stop must be a text, a list of texts, or a list of token ids")
     return message
@@ -211,12 +210,22 @@ def sample(
     """Asks for samples."""
     if not isinstance(params, types.SamplingParams):
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-    return sampling_pb2.SampleRequest(
+    request = sampling_pb2.SampleRequest(
         sampler_id=sampler_id,
         prompt=model_input(prompt),
-        num_samples=num_samples,
         params=sampling_params(params),
         prompt_logprobs=prompt_logprobs,
-        topk_prompt_logprobs=topk_prompt_logprobs,
-        topk_sample_logprobs=topk_sample_logprobs,
     )
+    _set_number(request, "num_samples", num_samples)
+    _set_number(request, "topk_prompt_logprobs", topk_prompt_logprobs)
+    _set_number(request, "topk_sample_logprobs", topk_sample_logprobs)
+    return request
+
+
+def _set_number(message: Message, name: str, value: float | None) -> None:
+    """Sets a field unless the value is None. Raises ValueError or TypeError naming it when it cannot hold the value."""
+    if value is not None:
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} is {value!r}, which cannot be sent: {error}") from None

@@ -15,6 +15,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+LARGEST_RATIO = 1e30
+"""Of a configured bound: float32 must hold it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigKey:
@@ -63,10 +66,10 @@ def _clip_keys(of: str) -> dict[str, ConfigKey]:
     """Absolute bounds of a ratio, not distances from 1."""
     return {
         "clip_low_threshold": ConfigKey(
-            default=0.8, minimum=0.0, maximum=math.inf, doc=f"Lower bound of {of}, as an absolute ratio."
+            default=0.8, minimum=0.0, maximum=LARGEST_RATIO, doc=f"Lower bound of {of}, as an absolute ratio."
         ),
         "clip_high_threshold": ConfigKey(
-            default=1.2, minimum=0.0, maximum=math.inf, doc=f"Upper bound of {of}, as an absolute ratio."
+            default=1.2, minimum=0.0, maximum=LARGEST_RATIO, doc=f"Upper bound of {of}, as an absolute ratio."
         ),
     }
 
@@ -75,13 +78,13 @@ _MASK_KEYS = {
     "mask_ratio_low": ConfigKey(
         default=0.0,
         minimum=0.0,
-        maximum=math.inf,
+        maximum=LARGEST_RATIO,
         doc="Tokens whose importance ratio is below this contribute nothing; 0 masks none.",
     ),
     "mask_ratio_high": ConfigKey(
         default=0.0,
         minimum=0.0,
-        maximum=math.inf,
+        maximum=LARGEST_RATIO,
         doc="Tokens whose importance ratio is above this contribute nothing; 0 masks none.",
     ),
 }
@@ -105,7 +108,7 @@ IMPORTANCE_SAMPLING = LossSpec(
         "truncate_ratio": ConfigKey(
             default=0.0,
             minimum=0.0,
-            maximum=math.inf,
+            maximum=LARGEST_RATIO,
             doc="Upper bound of the importance ratio as a coefficient; the gradient stays. 0 bounds nothing.",
         )
     }

@@ -182,3 +182,18 @@ def test_every_reason_has_a_row_and_an_exception_that_pickles() -> None:
         assert type(copy) is type(error) is exceptions.exception_class(reason)
         assert (str(copy), copy.reason, copy.datum_index, copy.request_id) == ("m", reason, 3, "r")
         assert isinstance(error, ot.TinkerError)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("top_k", {"top_k": 2**40}),
+        ("seed", {"seed": 2**64}),
+        ("max_tokens", {"max_tokens": -(2**40)}),
+        ("temperature", {"temperature": "hot"}),
+        ("stop", {"stop": [2**40]}),
+    ],
+)
+def test_a_sampling_parameter_that_cannot_be_sent_is_named(name: str, values: dict) -> None:
+    with pytest.raises((TypeError, ValueError), match=name):
+        requests.sampling_params(ot.SamplingParams(**values))

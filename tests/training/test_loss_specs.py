@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from opentinker_server.training.loss_specs import LOSS_SPECS, resolve_config
@@ -64,3 +65,11 @@ def test_tokens_may_have_clip_bounds_of_their_own() -> None:
 def test_bad_configuration_is_refused_by_name(name: str, config: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         resolve_config(LOSS_SPECS[name], config)
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_SPECS))
+def test_no_configured_number_leaves_float32(name: str) -> None:
+    for key, rule in LOSS_SPECS[name].config.items():
+        with pytest.raises(ValueError, match=key):
+            resolve_config(LOSS_SPECS[name], {key: 1e308})
+        assert np.isfinite(np.float32(rule.maximum))
