@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints/cpu.txt
 MODEL := smollm2-135m-instruct
 
-.PHONY: quickstart test test-fast serve lint proto clean
+.PHONY: quickstart test test-fast serve lint proto bench-training clean
 
 quickstart: $(STAMP)  ## fetch the small model, start a server, run both cookbook loops against it
 	$(BIN)/opentinker models fetch $(MODEL)
@@ -26,7 +26,7 @@ serve: $(STAMP)  ## a server on the embedded defaults
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy opentinker_client opentinker_server kernels/opentinker_kernels
+	$(BIN)/mypy opentinker_client opentinker_server kernels/opentinker_kernels benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
@@ -38,6 +38,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[server,kernels,cookbook,dev]'
 	touch $(STAMP)
+
+bench-training: $(STAMP)  ## training beside plain PEFT, in turns; nothing else should run
+	$(BIN)/opentinker models fetch $(MODEL)
+	$(BIN)/python benchmarks/training.py --json benchmarks/results/training-$$(date +%F).json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -143,8 +143,10 @@ def main(config: Config) -> None:
     held_questions = {question for question, _ in held}
 
     def encode(question: str) -> list[int]:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = f"{question}\n"
+        if tokenizer.chat_template:  # a base model has none
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def text_of(sequence: ot.SampledSequence) -> str:

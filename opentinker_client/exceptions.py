@@ -73,12 +73,16 @@ class APIError(OpenTinkerError):
         """The configured limit that applies."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {k: v for k, v in self.__dict__.items() if k != "message"}
-        return _rebuild, (type(self), self.message, fields)
+        return _rebuild, (type(self), self.message), self.__dict__
+
+    @property
+    def status_code(self) -> int | None:
+        """HTTP status that the reason has at a gateway; None when no server answered."""
+        return TABLE[self.reason][1] if self.reason in TABLE else None
 
 
-def _rebuild(cls: type[APIError], message: str, fields: dict[str, Any]) -> APIError:
-    return cls(message, **fields)
+def _rebuild(cls: type[APIError], message: str) -> APIError:
+    return cls(message)
 
 
 class APIConnectionError(APIError):

@@ -46,9 +46,9 @@ class RegistryClient:
         """host:port of the server."""
         return self._connection.address
 
-    def _call(self, method: str, request: Any, read: Any) -> APIFuture[Any]:
+    def _call(self, method: str, request: Any, read: Any, *, retry: bool = True) -> APIFuture[Any]:
         async def run(link: Link) -> Any:
-            return read(await link.call("registry", method, request))
+            return read(await link.call("registry", method, request, retry=retry))
 
         return self._connection.submit(run(self._connection.link))
 
@@ -174,7 +174,8 @@ class RegistryClient:
     @checked
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Deletes a checkpoint or snapshot for good."""
-        return self._call("DeleteArtifact", registry.DeleteArtifactRequest(uri=tinker_path), lambda response: None)
+        request = registry.DeleteArtifactRequest(uri=tinker_path)
+        return self._call("DeleteArtifact", request, lambda response: None, retry=False)
 
     @checked
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:

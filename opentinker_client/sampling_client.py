@@ -106,7 +106,10 @@ class SamplingClient:
     def sample_stream(
         self, prompt: types.ModelInput, sampling_params: types.SamplingParams, num_samples: int = 1
     ) -> Stream[types.SampleDelta]:
-        """Tokens as they come: `for delta in ...` or `async for delta in ...`. Closing it stops the generation."""
+        """Tokens as they come: `for delta in ...` or `async for delta in ...`. Closing it stops the generation.
+
+        After the last one `response` holds the whole answer, with the snapshot that produced it.
+        """
         request = requests.StreamSampleRequest(
             request=requests.sample(self.sampler_id, prompt, num_samples, _with_seed(sampling_params))
         )
@@ -118,10 +121,13 @@ class SamplingClient:
                 async for message in messages:
                     if message.WhichOneof("event") == "delta":
                         yield responses.sample_delta(message.delta)
+                    else:
+                        stream.response = responses.sample(message.done)
             finally:
                 await messages.aclose()  # type: ignore[attr-defined]
 
-        return self._connection.iterate(deltas)
+        stream = self._connection.iterate(deltas)
+        return stream
 
     @checked
     def compute_logprobs(self, prompt: types.ModelInput) -> APIFuture[list[float | None]]:

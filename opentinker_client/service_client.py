@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +32,23 @@ class ServiceClient:
     """A connection to a server, opened at first use.
 
     base_url: HOST:PORT or grpc://HOST:PORT; None takes OPENTINKER_BASE_URL, else 127.0.0.1:8711. Adapters and samplers
-    made here live until they are unloaded, or this client is closed or collected; what is saved stays.
+    made here live until they are unloaded, or this client is closed or collected; what is saved stays. A program that
+    dies of an exception leaves them for the time of the session's lease, so that `attach` can take them up. api_key and
+    project_id are Tinker's; they are taken with a warning that they have no effect here.
     """
 
     @checked
-    def __init__(self, user_metadata: Mapping[str, str] | None = None, *, base_url: str | None = None):
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        project_id: str | None = None,
+    ):
+        for name, value in (("api_key", api_key), ("project_id", project_id)):
+            if value is not None:
+                warnings.warn(f"{name} has no effect: this server has no {name}s", stacklevel=3)
         self._connection = Connection(base_url)
         self._user_metadata = dict(user_metadata or {})
 
@@ -153,5 +166,5 @@ class ServiceClient:
     def __enter__(self) -> ServiceClient:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close().result()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connection.close(end_session=kind is None).result()

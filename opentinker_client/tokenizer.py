@@ -22,7 +22,6 @@ async def receive_files(parts: AsyncIterator[Any], directory: Path) -> list[Path
     Raises APIError for a name that is not a plain file name, a size or hash that does not match, or a file that comes
     twice; nothing is written outside `directory`.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     current: _Incoming | None = None
     try:
@@ -33,6 +32,7 @@ async def receive_files(parts: AsyncIterator[Any], directory: Path) -> list[Path
                     written.append(current.finish())
                 if not _PLAIN_FILE.fullmatch(part.name) or any(path.name == part.name for path in written):
                     raise APIError(f"the server sent a file with the name {part.name!r}", reason="CORRUPT_DATA")
+                directory.mkdir(parents=True, exist_ok=True)
                 current = _Incoming(directory / part.name, part.size_bytes, part.sha256)
             current.add(part.data)
         if current is not None:

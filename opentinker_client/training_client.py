@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from opentinker_client.arguments import checked, with_async_names
 from opentinker_client.futures import APIFuture
 from opentinker_client.sampling_client import SamplingClient, open_sampler
 from opentinker_client.tokenizer import load_tokenizer
-from opentinker_client.transport.connection import Connection, Link
+from opentinker_client.transport.connection import CALL_SECONDS, Connection, Link
 from opentinker_client.wire import requests, responses
 
 T = TypeVar("T")
@@ -105,10 +106,14 @@ class TrainingClient:
             data, loss_fn, config, forward_only=forward_only, trained_only=trained_only, limits=self._info.limits
         )
 
+        size = sum(batch.ByteSize() for batch in batches)
+
         async def submit(link: Link) -> Any:
             async def send(sequence: Any) -> Any:
                 header.sequence.CopyFrom(sequence)
-                return await link.call("training", "ForwardBackward", lambda: requests.stream(header, batches))
+                timeout_s = CALL_SECONDS + size / 2**20  # at least a mebibyte a second
+                send_all = functools.partial(requests.stream, header, batches)
+                return await link.call("training", "ForwardBackward", send_all, timeout_s=timeout_s)
 
             return await self._order.submit(send)
 
@@ -275,7 +280,7 @@ class TrainingClient:
             models = {model.model_name: model.arch for model in self._info.supported_models}
             return responses.adapter_info(self._adapter, models.get(self._adapter.base_model, ""))
 
-        return self._connection.submit(info())
+        return self._connection.submit(info(), client=True)
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer, served by the server."""

@@ -183,17 +183,24 @@ INPUT_DTYPES: dict[str, TensorDtype] = {
     "advantages": "float32",
     "mask": "float32",
 }
-"""Typed keys of a datum's loss inputs; lists are accepted for these."""
+"""Typed keys of a datum's loss inputs."""
+LIST_DTYPES: dict[str, TensorDtype] = {
+    **INPUT_DTYPES,
+    "sequence_ratio_mask": "float32",
+    "clip_low": "float32",
+    "clip_high": "float32",
+}
+"""Keys for which lists are accepted."""
 
 
 @record
 class Datum:
     """One training example: an input of T tokens and tensors on the same axis.
 
-    `loss_fn_inputs` maps a key to a TensorData, numpy array, torch tensor or, for the typed keys, a list.
+    `loss_fn_inputs` maps a key to a TensorData, numpy array, torch tensor or, for the keys named here, a list.
     target_tokens: int64 [T] or [T, K]; weights: float32 like target_tokens; logprobs (natural log), advantages and mask
     (0 or 1): float32 [T]. A reinforcement loss without a mask counts every token. clip_low and clip_high, for ppo and
-    cispo: float32 [T] arrays, absolute ratio bounds of each token instead of those of the configuration.
+    cispo: float32 [T], absolute ratio bounds of each token instead of those of the configuration.
     """
 
     model_input: ModelInput
@@ -207,12 +214,12 @@ class Datum:
 def _to_tensor(key: str, value: Any) -> TensorData:
     if isinstance(value, TensorData):
         return value
-    dtype = INPUT_DTYPES.get(key)
+    dtype = LIST_DTYPES.get(key)
     if hasattr(value, "detach"):
         value = TensorData.from_torch(value).to_numpy()
     elif not isinstance(value, np.ndarray):
         if dtype is None:
-            known = ", ".join(INPUT_DTYPES)
+            known = ", ".join(LIST_DTYPES)
             raise TypeError(f"loss_fn_inputs key {key!r} is a list; lists are accepted for {known}, arrays for any key")
         try:
             value = np.asarray(value, dtype=np.float64 if dtype == "float32" else None)

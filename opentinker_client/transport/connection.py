@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import uuid
 import weakref
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "127.0.0.1:8711"
 MAX_RECEIVE_BYTES = 2**31 - 1
 CALL_SECONDS = 60.0
+FIRST_CALL_SECONDS = 4.0
+"""Of a call to a server that never answered yet, so that an address that swallows everything is told in ten seconds."""
 WAIT_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
 KEEPALIVE_MS = 30_000
@@ -92,6 +95,7 @@ class Link:
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.use_local_subchannel_pool", 1),
                 ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 5000),
                 ("grpc.max_reconnect_backoff_ms", 2000),
             ]
             self._channel = grpc.aio.insecure_channel(self.address, options=options)
@@ -105,20 +109,26 @@ class Link:
     def _retry_seconds(self) -> float:
         return RECONNECT_SECONDS if self._reached else CONNECT_SECONDS
 
-    async def call(self, service: str, method: str, request: Any, *, timeout_s: float | None = CALL_SECONDS) -> Any:
-        """One idempotent unary call; `request` may be a function that makes the stream of a client-streaming call."""
+    async def call(
+        self, service: str, method: str, request: Any, *, timeout_s: float | None = CALL_SECONDS, retry: bool = True
+    ) -> Any:
+        """One unary call; `request` may be a function that makes the stream of a client-streaming call.
+
+        Only a call that is idempotent may be retried.
+        """
         self._open()
 
         async def send() -> Any:
             rpc = getattr(getattr(self, service), method)
+            limit = timeout_s if timeout_s is None or self._reached else min(timeout_s, FIRST_CALL_SECONDS)
             try:
-                response = await rpc(request() if callable(request) else request, timeout=timeout_s)
+                response = await rpc(request() if callable(request) else request, timeout=limit)
             except grpc.aio.AioRpcError as error:
                 raise to_exception(error, self.address) from None
             self._reached = True
             return response
 
-        return await with_retries(send, seconds=self._retry_seconds)
+        return await (with_retries(send, seconds=self._retry_seconds) if retry else send())
 
     async def stream(self, service: str, method: str, request: Any) -> AsyncIterator[Any]:
         """A server stream, from its beginning; it is not retried."""
@@ -209,15 +219,19 @@ class Link:
 
         self.spawn(quiet())
 
-    async def shut_down(self) -> None:
-        """Close the session and the channel; what still runs is cancelled."""
+    async def shut_down(self, *, end_session: bool = True) -> None:
+        """Close the channel; what still runs is cancelled.
+
+        Without `end_session` the server keeps what the session holds until its lease ends, for `attach`.
+        """
         if self.closed:
             return
         self.closed = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         session = self._session
-        if session is not None and session.done() and not session.cancelled() and session.exception() is None:
+        opened = session is not None and session.done() and not session.cancelled() and session.exception() is None
+        if session is not None and opened and end_session:
             request = session_pb2.CloseSessionRequest(session_id=session.result())
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await self.sessions.CloseSession(request, timeout=CLOSE_SECONDS)
@@ -269,8 +283,8 @@ class Connection:
         self.check_process()
         return Stream(self, make)
 
-    def close(self) -> APIFuture[None]:
-        """Close the session and the channel; repeating it changes nothing."""
+    def close(self, *, end_session: bool = True) -> APIFuture[None]:
+        """Close the session and the channel; repeating it changes nothing. end_session: see `Link.shut_down`."""
         self.check_process()
         if self.link.closed:
             import concurrent.futures
@@ -278,11 +292,11 @@ class Connection:
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
             done.set_result(None)
             return APIFuture(done, loop_thread_id=0)
-        future = asyncio.run_coroutine_threadsafe(self._close(), self.link.loop)
+        future = asyncio.run_coroutine_threadsafe(self._close(end_session), self.link.loop)
         return APIFuture(future, loop_thread_id=self._thread.ident or 0, keep=self)
 
-    async def _close(self) -> None:
-        await self.link.shut_down()
+    async def _close(self, end_session: bool) -> None:
+        await self.link.shut_down(end_session=end_session)
         self.link.loop.call_soon(self.link.loop.stop)
 
 
@@ -295,6 +309,8 @@ class Stream(AsyncIterator[T]):
         self._connection = connection
         self._make = make
         self._source: AsyncIterator[T] | None = None
+        self.response: Any = None
+        """What the server sends at the end of the stream; None before it, and where it sends nothing."""
 
     async def _next(self) -> Any:
         if self._source is None:
@@ -348,9 +364,12 @@ def _finish(link: Link, thread: threading.Thread, pid: int) -> None:
     if os.getpid() != pid or link.loop.is_closed() or not thread.is_alive():
         return
 
+    # A program that dies of an exception has not said that it is done: its adapters can be attached to.
+    crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+
     async def finish() -> None:
         try:
-            await link.shut_down()
+            await link.shut_down(end_session=not crashed)
         finally:
             link.loop.call_soon(link.loop.stop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -13,8 +14,8 @@ from opentinker_client.wire import responses
 
 T = TypeVar("T")
 
-CONNECT_SECONDS = 6.0
-"""How long a server that never answered is tried."""
+CONNECT_SECONDS = 4.0
+"""How long a server that never answered is tried again."""
 RECONNECT_SECONDS = 120.0
 """How long a server that answered before is tried again."""
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -43,10 +44,15 @@ def can_help(error: BaseException) -> bool:
 
 
 async def with_retries(send: Callable[[], Awaitable[T]], *, seconds: Callable[[], float]) -> T:
-    """`send` until it succeeds, fails for good, or `seconds()` have passed since the first try."""
+    """`send` until it succeeds, fails for good, or `seconds()` have passed since it first failed.
+
+    From the first failure: a call that takes long by nature must not have used its time up when its connection breaks.
+    """
+    failed_at: list[float] = []
 
     def out_of_time(state: tenacity.RetryCallState) -> bool:
-        return (state.seconds_since_start or 0.0) > seconds()
+        failed_at.append(time.monotonic())
+        return failed_at[-1] - failed_at[0] > seconds()
 
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(can_help),

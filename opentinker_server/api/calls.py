@@ -99,8 +99,8 @@ async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None
     error.info.message = _shortened(error.info.message, MAX_MESSAGE_CHARS)
     error.info.field = _shortened(error.info.field, MAX_FIELD_CHARS)
     code = getattr(grpc.StatusCode, STATUS_OF_REASON[error.reason])
-    if error.reason in _LOGGED_REASONS:
-        logger.error("%s: %s", error.reason, error)
+    level = logging.ERROR if error.reason in _LOGGED_REASONS else logging.INFO
+    logger.log(level, "refused: %s: %s", error.reason, error.info.message)
     detail = any_pb2.Any()
     detail.Pack(error.info)
     status = error_pb2.ErrorStatus(code=code.value[0], message=error.info.message, details=[detail])

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import opentinker_client as ot
@@ -89,7 +90,7 @@ def print_fields(fields: dict[str, Any], *, as_json: bool) -> None:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """End the command with one line on standard error."""
-    error_console.print(f"[bold red]error:[/] {message}", soft_wrap=True, markup=True)
+    error_console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -107,10 +108,12 @@ def human_bytes(count: int | None) -> str:
 
 @contextmanager
 def failures_as_one_line() -> Iterator[None]:
-    """Turn the SDK's errors into one line and a non-zero exit code."""
+    """Turn the SDK's errors, and what it says of wrong arguments, into one line and a non-zero exit code."""
     try:
         yield
     except ot.OpenTinkerError as error:
         request_id = getattr(error, "request_id", "")
         request = f" (request {request_id})" if request_id else ""
-        fail(f"{error}{request}".replace("[", r"\["))
+        fail(f"{error}{request}")
+    except (ValueError, TypeError, OSError) as error:  # an argument that the client refuses, a file that is not there
+        fail(str(error), code=2)

@@ -20,7 +20,7 @@ from opentinker_server.service.adapters import Adapters
 from opentinker_server.service.artifacts import Artifacts
 from opentinker_server.service.sessions import Sessions
 from opentinker_server.service.supervisor import WorkerSupervisor
-from opentinker_server.service.validation import ModelLimits, prompt_tokens
+from opentinker_server.service.validation import ModelLimits, prompt_tokens, refuse_unknown_fields
 from opentinker_server.state.database import CheckpointRow, SnapshotRow, now
 from opentinker_server.state.names import SAMPLER, new_id
 from opentinker_server.workers.v1 import worker_pb2
@@ -325,6 +325,7 @@ def _check(holds: bool, name: str, value: object, rule: str) -> None:
 
 
 def _complete_distribution(params: sampling_pb2.SamplingParams) -> None:
+    refuse_unknown_fields(params, "params")
     if not params.HasField("seed"):
         params.seed = secrets.randbits(63)
     for name, default in (("temperature", 1.0), ("top_k", -1), ("top_p", 1.0)):

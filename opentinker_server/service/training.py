@@ -32,6 +32,7 @@ from opentinker_server.service.validation import (
     complete_adam,
     complete_lora,
     expiry,
+    refuse_unknown_fields,
 )
 from opentinker_server.state.database import AdapterRow, CheckpointRow, SnapshotRow, now
 from opentinker_server.state.names import ADAPTER, NotAPlainName, check_name, new_id
@@ -206,6 +207,7 @@ class TrainingService:
         payload = await off_loop(_digest, header, *data)
 
         def validate() -> None:
+            refuse_unknown_fields(header, "the header")
             spec = check_loss(header.loss_fn, header.loss_fn_config)
             check_data(data, spec, self._model, max_dense_bytes=self._config.limits.max_call_bytes)
 
@@ -394,7 +396,9 @@ class TrainingService:
     def attach(self, request: training_pb2.AttachAdapterRequest) -> policy_pb2.Adapter:
         """Make the caller's session the owner of a live adapter."""
         self._sessions.require(request.session_id)
-        self._adapters.live(request.adapter_id)
+        queue = self._adapters.live(request.adapter_id)
+        # What the caller before sent and never arrived does not come any more.
+        queue.abandon(range(queue.next_seq_id, queue.first_free()))
         self._adapters.touch(request.adapter_id, session_id=request.session_id)
         return self._adapters.message(self._adapters.row(request.adapter_id))
 

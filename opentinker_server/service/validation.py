@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from opentinker_client.wire.v1 import datum_pb2, policy_pb2, tensor_pb2, training_pb2
 from opentinker_server.scheduler.errors import ServiceError
@@ -275,6 +277,7 @@ ADAM_DEFAULTS = {
 
 def complete_adam(adam: training_pb2.AdamParams) -> training_pb2.AdamParams:
     """Every field set and in range."""
+    refuse_unknown_fields(adam, "adam")
     full = training_pb2.AdamParams(**ADAM_DEFAULTS)
     full.MergeFrom(adam)
     for name, (least, greatest) in ADAM_RANGES.items():
@@ -294,6 +297,7 @@ def complete_adam(adam: training_pb2.AdamParams) -> training_pb2.AdamParams:
 
 def complete_lora(lora: policy_pb2.LoraConfig, *, max_rank: int, seed: int) -> policy_pb2.LoraConfig:
     """Every field set and in range; `seed` where the caller gave none."""
+    refuse_unknown_fields(lora, "lora")
     full = policy_pb2.LoraConfig(
         rank=0, seed=seed, train_attn=True, train_mlp=True, train_unembed=True, alpha=32.0, use_rslora=False
     )
@@ -317,6 +321,15 @@ def complete_lora(lora: policy_pb2.LoraConfig, *, max_rank: int, seed: int) -> p
             "INVALID_ARGUMENT", f"alpha is {full.alpha}; it must be above 0 and at most {MAX_ALPHA:g}", field="alpha"
         )
     return full
+
+
+def refuse_unknown_fields(message: Message, what: str) -> None:
+    """A setting that this server does not know must not be dropped: it may be a misspelt one. Raises ServiceError."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise ServiceError(
+            "INVALID_ARGUMENT", f"{what} holds a field of number {unknown[0].field_number}, unknown here", field=what
+        )
 
 
 def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

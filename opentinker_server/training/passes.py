@@ -193,15 +193,20 @@ def _backward(
     )
     if hidden_ND.requires_grad and found.any_nonzero:
         torch.autograd.grad(hidden_ND, body.anchor, found.hidden_ND, allow_unused=True)
-    gradients: list[Gradients] = []
-    for index, share in enumerate(shares):
-        # Every share has rows and weights of its own: its place is its slot.
-        gradients.append(
-            {
-                module: body.of(module, index, a_RI.shape[0]) or (torch.zeros_like(a_RI), torch.zeros_like(b_OR))
-                for module, (a_RI, b_OR) in share.weights.factors.items()
-            }
-        )
+    # Every share has rows and weights of its own: its place is its slot.
+    gradients: list[Gradients] = [
+        {module: _body_gradient(body, module, index, *pair) for module, pair in share.weights.factors.items()}
+        for index, share in enumerate(shares)
+    ]
     for place, index in enumerate(with_head):
         gradients[index][HEAD_MODULE] = (found.factors[2 * place], found.factors[2 * place + 1])
     return gradients
+
+
+def _body_gradient(
+    body: FactorGradients, module: str, slot: int, a_RI: torch.Tensor, b_OR: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = body.of(module, slot, a_RI.shape[0])
+    if found is None:
+        return torch.zeros_like(a_RI, requires_grad=False), torch.zeros_like(b_OR, requires_grad=False)
+    return found[0].to(a_RI.dtype), found[1].to(b_OR.dtype)

@@ -145,3 +145,24 @@ def test_ux3_wrong_kind_of_checkpoint_names_both_kinds(t0_service: ot.ServiceCli
     other = t0_service.create_lora_training_client("t0", rank=4, seed=1).result()
     with pytest.raises(ot.BadRequestError, match="rank"):
         other.load_state(checkpoint).result()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--server", "localhost"),
+        ("runs", "list", "--limit", "99999999999"),
+        ("checkpoints", "info", "opentinker://x/snapshots/abc"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_no_traceback(t0_address: str, arguments: tuple[str, ...]) -> None:
+    server = () if "--server" in arguments else ("--server", t0_address)
+    result = cli(*arguments, *server)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_an_error_keeps_its_brackets(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("model = 3")
+    assert "[model]" in cli("serve", "--config", str(file)).stderr

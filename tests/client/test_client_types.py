@@ -1,5 +1,6 @@
 """Types: conversion, refusals with hints, round trips over the wire."""
 
+import asyncio
 import dataclasses
 import pickle
 
@@ -11,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 import opentinker_client as ot
 from opentinker_client import exceptions, types
+from opentinker_client.transport.retry import with_retries
 from opentinker_client.wire import requests, responses
 from opentinker_client.wire.v1 import error_pb2, sampling_pb2
 
@@ -197,3 +199,30 @@ def test_every_reason_has_a_row_and_an_exception_that_pickles() -> None:
 def test_a_sampling_parameter_that_cannot_be_sent_is_named(name: str, values: dict) -> None:
     with pytest.raises((TypeError, ValueError), match=name):
         requests.sampling_params(ot.SamplingParams(**values))
+
+
+def test_an_exception_with_a_note_is_pickled() -> None:
+    error = ot.NotFoundError("gone", reason="NOT_FOUND", request_id="r", field="uri")
+    error.add_note("while tidying up")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.message, copy.field, copy.request_id, copy.status_code) == ("gone", "uri", "r", 404)
+    assert copy.__notes__ == ["while tidying up"]
+
+
+def test_the_time_for_retries_begins_with_the_first_failure() -> None:
+    calls = []
+
+    async def send() -> str:
+        calls.append(None)
+        if len(calls) == 1:
+            await asyncio.sleep(0.3)  # longer than the time for retries
+            raise ot.APIConnectionError("lost")
+        return "answer"
+
+    assert asyncio.run(with_retries(send, seconds=lambda: 0.2)) == "answer"
+
+
+@pytest.mark.parametrize("name", ["api_key", "project_id"])
+def test_what_tinker_takes_and_has_no_meaning_here_is_taken_with_a_warning(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name} has no effect"):
+        ot.ServiceClient(base_url="127.0.0.1:9", **{name: "x"})

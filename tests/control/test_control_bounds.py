@@ -144,3 +144,14 @@ def test_every_log_line_of_a_request_has_its_id(capsys: pytest.CaptureFixture) -
     entry = json.loads(inside)
     assert (entry["message"], entry["request_id"], entry["adapter_id"]) == ("inside", "mine", "a-1")
     assert text.endswith("adapter_id=a-1 request_id=mine") and context.trailing == {"x-request-id": "mine"}
+
+
+def test_a_field_that_the_server_does_not_know_is_refused_not_dropped() -> None:
+    """As a misspelt one over the raw wire would be."""
+    unknown = bytes([0xF8, 0x07, 0x01])  # field 127, a varint
+    adam = training_pb2.AdamParams.FromString(training_pb2.AdamParams(beta1=0.5).SerializeToString() + unknown)
+    with pytest.raises(ServiceError, match="adam holds a field of number 127"):
+        complete_adam(adam)
+    lora = policy_pb2.LoraConfig.FromString(policy_pb2.LoraConfig(rank=4).SerializeToString() + unknown)
+    with pytest.raises(ServiceError, match="lora holds a field of number 127"):
+        complete_lora(lora, max_rank=8, seed=0)

@@ -202,6 +202,60 @@ def test_neither_split_nor_order_nor_chunks_change_a_call(make_rig, t0, lengths,
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-4 * max(1.0, largest), rtol=0)
 
 
+KINDS = ("self_attn", "mlp", "lm_head")
+BUILDS = st.tuples(
+    st.sets(st.sampled_from(KINDS), min_size=1),
+    st.integers(1, 9),  # rank
+    st.sampled_from([0.25, 1.0, 2.0]),  # scale
+    st.sampled_from(sorted(LOSS_SPECS)),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),  # lengths
+)
+
+
+@settings(parent=SETTINGS, max_examples=40)
+@given(
+    model=st.sampled_from(MODELS),
+    builds=st.lists(BUILDS, min_size=1, max_size=4),
+    chunk=st.integers(1, 64),
+    recompute=st.booleans(),
+    trained_only=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_company_gives_each_adapter_its_solo_run_in_stock_peft(
+    load_base, cache_dir, model, builds, chunk, recompute, trained_only, seed
+) -> None:
+    base = load_base(model)
+    directory = str(resolve_model(model, cache_dir=cache_dir).directory)
+    rng = np.random.default_rng(seed)
+    shares, stocks = [], []
+    for index, (kinds, rank, scale, loss, lengths) in enumerate(builds):
+        modules = [name for name in base.lora_shapes if any(kind in name for kind in kinds)]
+        if not modules:  # experts cannot be adapted
+            continue
+        weights = random_weights(base, modules, rank, scale, seed=seed + index)
+        spec = LOSS_SPECS[loss]
+        data = [random_datum(rng, length, loss) for length in lengths]
+        config = resolve_config(spec, {})
+        shares.append(Share(weights=weights, spec=spec, config=config, data=data, trained_only=trained_only))
+        stocks.append(StockPeft(directory, base, weights, rank))
+    if not shares:
+        return
+    results = run_pass(base, shares, backward=True, head_chunk_rows=chunk, recompute=recompute)
+    for share, stock, result in zip(shares, stocks, results, strict=True):
+        logprobs, losses = stock.run(list(share.data), share.spec.name)
+        for datum, ours, theirs in zip(share.data, result.logprobs, logprobs, strict=True):
+            wanted = theirs
+            if trained_only:
+                taking_part = datum.inputs["mask"] * datum.inputs.get("weights", 1.0) != 0
+                wanted = np.where(taking_part, theirs, 0.0)
+            np.testing.assert_allclose(ours, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        assert result.losses == pytest.approx(losses, rel=1e-4, abs=1e-4)
+        largest = max(theirs.grad.abs().max().item() for pair in stock.factors.values() for theirs in pair)
+        for name, pair in stock.factors.items():
+            for ours, theirs in zip(result.gradients[name], pair, strict=True):
+                torch.testing.assert_close(ours, theirs.grad, atol=TOLERANCE * max(1.0, largest), rtol=TOLERANCE)
+
+
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40), budget=st.integers(1, 500))
 def test_micro_batches_hold_every_datum_once_within_the_budget(lengths: list[int], budget: int) -> None:
