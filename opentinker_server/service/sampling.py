@@ -10,7 +10,9 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from opentinker_client.wire.v1 import sampling_pb2
@@ -78,6 +80,8 @@ class Samplers:
         self._samplers: dict[str, _Sampler] = {}
         self._by_client_key: dict[str, str] = {}
         self._held: dict[str, _Held] = {}
+        self._calls: Counter[str] = Counter()
+        """Sampling calls under way, by the key of their snapshot: each pins it as a sampler does."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Samplers
@@ -215,17 +219,19 @@ class Samplers:
         """A snapshot was deleted: the worker forgets it once running requests have ended."""
         await self._drop(snapshot_key(row.adapter_id, row.version))
 
-    async def _release(self, row: SnapshotRow) -> None:
-        bound = any(
-            s.row is not None and (s.row.adapter_id, s.row.version) == (row.adapter_id, row.version)
-            for s in self._samplers.values()
+    def _is_pinned(self, row: SnapshotRow) -> bool:
+        key = snapshot_key(row.adapter_id, row.version)
+        return self._calls[key] > 0 or any(
+            s.row is not None and snapshot_key(s.row.adapter_id, s.row.version) == key for s in self._samplers.values()
         )
-        if bound:
+
+    async def _release(self, row: SnapshotRow) -> None:
+        if self._is_pinned(row):
             return
-        await self._drop(snapshot_key(row.adapter_id, row.version))
         current = self._artifacts.snapshot(row.adapter_id, row.version)
         if current is not None and not current.directory:
-            self._artifacts.delete(current)
+            self._artifacts.delete(current)  # at once: nobody binds to it while the worker is told
+        await self._drop(snapshot_key(row.adapter_id, row.version))
 
     async def _drop(self, key: str) -> None:
         if self._held.pop(key, None) is None:
@@ -272,20 +278,38 @@ class Samplers:
         sampler = self._get(request.sampler_id)
         row, bound = sampler.row, sampler.message
         complete = self._complete(request)
-        key = "" if row is None else await self._hold(row)
-        command = worker_pb2.Sample(snapshot_key=key, request=complete, stream=stream)
-        replies = self._worker.stream(worker_pb2.WorkerCommand(sample=command))
+        with self._pinned(row):
+            key = "" if row is None else await self._hold(row)
+            command = worker_pb2.Sample(snapshot_key=key, request=complete, stream=stream)
+            replies = self._worker.stream(worker_pb2.WorkerCommand(sample=command))
+            try:
+                async for reply in replies:
+                    if reply.WhichOneof("reply") == "sample_delta":
+                        yield reply.sample_delta
+                    elif reply.final:
+                        response = reply.sample
+                        if bound.HasField("snapshot"):
+                            response.snapshot.CopyFrom(bound.snapshot)
+                        yield response
+            finally:
+                await replies.aclose()  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _pinned(self, row: SnapshotRow | None) -> Iterator[None]:
+        """A snapshot that a call is on its way to stays, whatever its sampler is bound to meanwhile."""
+        if row is None:
+            yield
+            return
+        key = snapshot_key(row.adapter_id, row.version)
+        self._calls[key] += 1
         try:
-            async for reply in replies:
-                if reply.WhichOneof("reply") == "sample_delta":
-                    yield reply.sample_delta
-                elif reply.final:
-                    response = reply.sample
-                    if bound.HasField("snapshot"):
-                        response.snapshot.CopyFrom(bound.snapshot)
-                    yield response
+            yield
         finally:
-            await replies.aclose()  # type: ignore[attr-defined]
+            self._calls[key] -= 1
+            if not self._calls[key]:
+                del self._calls[key]
+                if not self._is_pinned(row):
+                    self._later(self._release(row))
 
     def _complete(self, request: sampling_pb2.SampleRequest) -> sampling_pb2.SampleRequest:
         """The request with every default resolved. Raises ServiceError naming what is out of range."""

@@ -57,3 +57,21 @@ def test_trained_only_changes_what_comes_back_and_nothing_else(
     assert part.metrics == pytest.approx(whole.metrics, rel=1e-5)
     np.testing.assert_allclose(logprobs(part)[0], np.where(mask != 0, logprobs(whole)[0], 0.0), atol=1e-5)
     np.testing.assert_allclose(b_factors(probe(t0_service, other)), gradient, atol=1e-5)
+
+
+def test_a_refresh_never_takes_the_snapshot_from_a_call_on_its_way(t0_service: ot.ServiceClient) -> None:
+    """Also while the worker is still reading it from its files."""
+    trainer = t0_service.create_lora_training_client("t0", rank=4, seed=7).result()
+    old = trainer.save_weights_for_sampler("old").result().path
+    trainer.forward_backward([ce(random_tokens(9, 1))], "cross_entropy")
+    trainer.optim_step(ot.AdamParams(learning_rate=1e-2)).result()
+    trainer.save_weights_for_sampler("new").result()
+    params = ot.SamplingParams(max_tokens=20, seed=1)
+    for _ in range(10):
+        sampler = t0_service.create_sampling_client(model_path=old).result()
+        calls = [sampler.sample(ot.ModelInput.from_ints([1]), 1, params) for _ in range(3)]
+        refreshed = sampler.refresh()
+        versions = {call.result().sequences[0].policy_version for call in calls}
+        assert versions <= {1, 2} and refreshed.result().version == 2
+        after = sampler.sample(ot.ModelInput.from_ints([1]), 1, params).result()
+        assert after.sequences[0].policy_version == 2
