@@ -204,7 +204,7 @@ def checkpoints_delete(
 ) -> None:
     """Delete checkpoints or snapshots for good. One that fails is reported, and the others go on."""
     if not yes:
-        typer.confirm(f"Delete {len(paths)} for good?", abort=True)
+        typer.confirm(f"Delete {len(paths)} for good?", abort=True, err=True)
     deleted, failed = [], {}
     with _registry(server) as registry:
         for path in paths:
@@ -260,6 +260,8 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Sample from a model: one prompt, or a chat when no prompt is given. Tokens are shown as they come."""
+    if as_json and text is None:
+        fail("--json needs a prompt: a chat has no one answer", code=2)
     with failures_as_one_line():
         service = ot.ServiceClient(base_url=server)
         try:

@@ -155,11 +155,18 @@ def test_at8_unknown_adapter_never_falls_back_to_base(t0_service: ot.ServiceClie
     t0_service.create_registry_client().delete_checkpoint_from_tinker_path(uris[1]).result()
     with pytest.raises(ot.NotFoundError):
         t0_service.create_sampling_client(model_path=uris[1]).result()
-    pending = [samplers[i].sample(prompt, num_samples=1, sampling_params=greedy) for i in (0, 2)]
-    assert [list(f.result().sequences[0].tokens) for f in pending] == [list(solo[0]), list(solo[2])]
+    base = t0_service.create_sampling_client(base_model="t0").result()
+    base_solo = base.sample(prompt, num_samples=1, sampling_params=greedy).result().sequences[0].tokens
+    pending = [s.sample(prompt, num_samples=1, sampling_params=greedy) for s in (*samplers, base)]
+    with pytest.raises(ot.NotFoundError, match="deleted"):
+        pending.pop(1).result()
+    found = [list(f.result().sequences[0].tokens) for f in pending]
+    assert found == [list(solo[0]), list(solo[2]), list(base_solo)]
 
 
-def test_at3_and_at10_slots_are_limited_and_fresh_when_reused(t0_limited_service: ot.ServiceClient) -> None:
+def test_at3_and_at10_slots_are_limited_and_fresh_when_reused(
+    t0_limited_service: ot.ServiceClient, t0_service: ot.ServiceClient
+) -> None:
     service = t0_limited_service  # two training adapters at most
     tokens = random_tokens(20, seed=5)
     first = service.create_lora_training_client("t0", rank=4, seed=1).result()
@@ -178,9 +185,12 @@ def test_at3_and_at10_slots_are_limited_and_fresh_when_reused(t0_limited_service
     expected = np.array(base.compute_logprobs(ot.ModelInput.from_ints(tokens)).result()[1:])
     np.testing.assert_allclose(live, expected, atol=1e-5)
     start = weights(service, fresh)
-    for _ in range(2):
+    other = t0_service.create_lora_training_client("t0", rank=4, seed=7).result()
+    for name, tensor in weights(t0_service, other).items():
+        np.testing.assert_array_equal(start[name], tensor)
+    for step in (1, 2):
         fresh.forward_backward([ce(tokens)], "cross_entropy")
-        fresh.optim_step(ADAM).result()
+        assert fresh.optim_step(ADAM).result().metrics["step"] == step
     end = weights(service, fresh)
     assert all(not np.array_equal(start[name], end[name]) for name in start)
     assert fresh.get_info().result().model_id == fresh.model_id

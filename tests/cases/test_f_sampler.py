@@ -37,7 +37,7 @@ def bigram(bigram_service: ot.ServiceClient) -> ot.SamplingClient:
 
 def test_sc4_top_p_top_k_and_temperature(bigram: ot.SamplingClient) -> None:
     counts, _ = draw(bigram, 2000, top_p=0.75)
-    assert set(counts) == {9, 4} and counts[9] / 2000 == pytest.approx(2 / 3, abs=0.045)
+    assert set(counts) == {9, 4} and counts[9] / 2000 == pytest.approx(2 / 3, abs=0.032)
     counts, _ = draw(bigram, 2000, top_k=2)
     assert set(counts) == {9, 4}
     for params in ({"top_p": 1.0}, {"top_k": -1}, {"top_k": 1000}):
@@ -69,7 +69,7 @@ def test_sc5_meaning_of_logprobs(bigram: ot.SamplingClient, t0_service: ot.Servi
     _, values = draw(bigram, 50, temperature=0.5, top_k=1)
     np.testing.assert_allclose(values, LN_HALF, atol=1e-4)
     trainer = t0_service.create_lora_training_client("t0", rank=4, seed=1).result()
-    for _ in range(5):
+    for _ in range(30):
         trainer.forward_backward([ce(random_tokens(30, seed=2))], "cross_entropy")
         trainer.optim_step(ot.AdamParams(learning_rate=1e-2))
     sampler = trainer.save_weights_and_get_sampling_client().result()
