@@ -46,7 +46,9 @@ def test_ck1_and_ck6_checkpoints_survive_a_restart(start_server, t0_dir: Path, t
         saved = fingerprint(trainer)
         step(trainer)
         going_on = fingerprint(trainer)
-        filled = service.create_training_client_from_state(path).result()
+        filled = service.create_lora_training_client("t0", rank=4, seed=2).result()
+        filled.load_state(path).result()
+        np.testing.assert_allclose(fingerprint(filled), saved, atol=1e-6)
         lost_id = filled.model_id
         service.close().result()
     with start_server(t0_dir, state_dir=tmp_path / "state") as server:
@@ -88,6 +90,14 @@ def test_ck3_names_of_different_kinds_and_adapters_stay_apart(t0_service: ot.Ser
         assert kinds[paths[key][0]] == "training" and kinds[paths[key][1]] == "sampler"
         copy = t0_service.create_training_client_from_state_with_optimizer(paths[key][0]).result()
         np.testing.assert_allclose(fingerprint(copy), prints[key], atol=1e-6)
+        sampler = t0_service.create_sampling_client(model_path=paths[key][1]).result()
+        tokens = DATA[0].model_input.to_ints()
+        scored = sampler.compute_logprobs(ot.ModelInput.from_ints(tokens)).result()
+        np.testing.assert_allclose(np.array(scored[1:]), prints[key][: len(tokens) - 1], atol=1e-4)
+        if key == "b":  # its optimizer came with it: one more step is the same for both
+            step(copy)
+            step(b)
+            np.testing.assert_allclose(fingerprint(copy), fingerprint(b), atol=1e-6)
     step(a)
     with pytest.raises(ot.APIError, match="step1"):
         a.save_state("step1").result()
