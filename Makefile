@@ -41,7 +41,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 bench-training: $(STAMP)  ## training beside plain PEFT, in turns; nothing else should run
 	$(BIN)/opentinker models fetch $(MODEL)
-	$(BIN)/python benchmarks/training.py --json benchmarks/results/training-$$(date +%F).json
+	$(BIN)/python benchmarks/training.py --profile --json benchmarks/results/training-$$(date +%F).json \
+		$(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

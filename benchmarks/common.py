@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +122,8 @@ class Child:
     def stop(self) -> None:
         """Asks it to end and waits; kills it when it does not."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it may have ended with a turn unread
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
